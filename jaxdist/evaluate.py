@@ -79,8 +79,8 @@ def evaluate(a: Any) -> str:
 def write(file: Path, logits: np.ndarray) -> None:
     """Write a .npy file. Raises ConfigError."""
     try:
-        with file.open("wb") as opened:
-            np.save(opened, logits)
+        with file.open("wb") as stream:
+            np.save(stream, logits)
     except OSError as error:
         raise ConfigError(f"--logits {file}: {error}; give a file that can be written") from None
 

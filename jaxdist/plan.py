@@ -167,7 +167,8 @@ def show(plan: Plan, compiled: Compiled | None, said: Sequence[str]) -> None:
     held = Table("memory of a device", "closed form", *[f"compiled for {target}"] * bool(compiled))
     for name, size in memory(plan).items():
         if size != 0 or name == "peak":
-            held.add_row(name.replace("_", " "), bytes_of(size), *beside(compiled.memory if compiled else None, name))
+            cells = compiled_cell(compiled.memory if compiled else None, name)
+            held.add_row(name.replace("_", " "), bytes_of(size), *cells)
     console.print(held)
     if compiled and compiled.platform != plan.hardware.platform:
         more = "; jaxdist[cuda12] compiles for NVIDIA GPUs" if plan.hardware.platform == "gpu" else ""
@@ -175,7 +176,7 @@ def show(plan: Plan, compiled: Compiled | None, said: Sequence[str]) -> None:
     if sends := traffic(plan, compiled):
         sent = Table("mesh axis", "devices", "sends a step", *["compiled"] * bool(compiled))
         for axis, size in sends.items():
-            cells = beside(compiled.traffic if compiled else None, axis)
+            cells = compiled_cell(compiled.traffic if compiled else None, axis)
             sent.add_row(axis, str(plan.mesh[axis]), bytes_of(size), *cells)
         console.print(sent)
     if compiled and compiled.overlaps:
@@ -228,7 +229,7 @@ def show_overlaps(overlaps: Sequence[Overlap]) -> None:
     console.print(table)
 
 
-def beside(compiled: Mapping[str, float] | None, name: str) -> list[str]:
+def compiled_cell(compiled: Mapping[str, float] | None, name: str) -> list[str]:
     """The cell of what was compiled, where anything was."""
     return [] if compiled is None else [megabytes(compiled[name]) if name in compiled else ""]
 

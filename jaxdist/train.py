@@ -23,7 +23,7 @@ from jaxdist.config import Experiment, check_validation, diverged, overflown
 from jaxdist.config.errors import LESS
 from jaxdist.data import Batches, Dataset, Targets, dataset_of, in_steps
 from jaxdist.formats.described import Source, source_of
-from jaxdist.formats.origin import Beside, begin
+from jaxdist.formats.origin import CompanionFiles, begin
 from jaxdist.parallel.mesh import axes_of, make_mesh
 from jaxdist.parallel.rematerialization import ALL_OF_IT, in_memory
 from jaxdist.runs.display import megabytes, progress, say, show_end, show_start
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with arguments.reading_weights():
             start, state = starting_state(program, arguments.init, folder, checkpoints)
         if folder:
-            from_first(partial(begin, folder, experiment, start, partial(beside, arguments.companions_of)))
+            from_first(partial(begin, folder, experiment, start, partial(companion_files, arguments.companions_of)))
         for line in (*arguments.notes, where):
             say(line)
         startup.mark("initialize")
@@ -123,7 +123,7 @@ def described(path: Path) -> Source | None:
     return weights.described(path)
 
 
-def beside(source: Path | None) -> Beside | None:
+def companion_files(source: Path | None) -> CompanionFiles | None:
     """Tokenizer and other files beside the weights, or in the folder, that a run starts from."""
     if source is None:
         return None

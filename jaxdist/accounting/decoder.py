@@ -167,7 +167,7 @@ class DecoderFootprint(Footprint):
     # ---- blocks
 
     @property
-    def whole(self) -> Arrays:
+    def without_remat(self) -> Arrays:
         """Arrays that a block keeps without rematerialization."""
         return self.gathered(self.attending(self.tables.kept))
 
@@ -203,7 +203,7 @@ class DecoderFootprint(Footprint):
     @property
     def least(self) -> Arrays:
         """Arrays that a rematerialized block keeps; all of them without rematerialization."""
-        return {"full": INPUT, "selective": self.tables.selective}.get(self.experiment.memory.remat, self.whole)
+        return {"full": INPUT, "selective": self.tables.selective}.get(self.experiment.memory.remat, self.without_remat)
 
     @property
     def grouped(self) -> float:
@@ -219,7 +219,8 @@ class DecoderFootprint(Footprint):
         """The same, for a compute dtype of that many bytes."""
         layers = passes(self.experiment, self.mesh).layers
         recomputed = layers / self.experiment.memory.remat_every
-        return recomputed * self.arrays(self.least, compute) + (layers - recomputed) * self.arrays(self.whole, compute)
+        kept = layers - recomputed
+        return recomputed * self.arrays(self.least, compute) + kept * self.arrays(self.without_remat, compute)
 
     @property
     def at_once(self) -> int:
@@ -287,8 +288,8 @@ class DecoderFootprint(Footprint):
         # XLA takes the last block out of the loop over blocks on several GPUs. Where the head's gradient is cast to no
         # wider dtype its product comes after that block's, and the logits' gradient waits for it.
         waits = self.gpu and self.several and self.param_itemsize < 4 and memory.loss_chunks == 1
-        beside = {LOGITS: waits * self.arrays({"V": (1, 0)})}
-        return block | beside | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
+        held_logits = {LOGITS: waits * self.arrays({"V": (1, 0)})}
+        return block | held_logits | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
 
     def _on_cpus(self, block: Mapping[str, float]) -> Iterator[dict[str, float]]:
         """Moments of a block on several CPUs: forward, while what is kept in 16 bits is not yet widened; backward in

@@ -208,7 +208,7 @@ class Experiment(Section):
             batch = f"train.batch = {multiple(train.accumulation, train.batch)}, or "
             raise ValueError(
                 f"train.batch = {train.batch} cannot be divided into train.accumulation = {train.accumulation} equal "
-                f"microbatches; use {'' if 'train.batch' in self.held else batch}train.accumulation = "
+                f"microbatches; use {'' if 'train.batch' in self.pinned else batch}train.accumulation = "
                 f"{math.gcd(train.batch, train.accumulation)}"
             )
         return self

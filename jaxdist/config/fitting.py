@@ -82,8 +82,8 @@ def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
     """The mesh whose devices split the batch instead of what the axes `away` do, as a message gives it."""
     batch = "fsdp" if e.parallel.row.optimizer else "data"
     ways = math.prod(axes[axis] for axis in (batch, *away))
-    whole = {**axes, **dict.fromkeys(away, 1), batch: ways}
-    mesh = shrunk(e, whole, [batch], "dim") if isinstance(e.model, Decoder) else whole
+    full_mesh = {**axes, **dict.fromkeys(away, 1), batch: ways}
+    mesh = shrunk(e, full_mesh, [batch], "dim") if isinstance(e.model, Decoder) else full_mesh
     return f"--mesh {written(mesh)}{along(grown(e, mesh))}"
 
 

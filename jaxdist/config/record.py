@@ -71,8 +71,8 @@ def write_record(folder: Path, step: int, arrays: Mapping[str, np.ndarray]) -> N
 def read_record(file: Path) -> dict[str, np.ndarray]:
     """The arrays of a record in their order. Raises ConfigError."""
     try:
-        with safe_open(file, framework="numpy") as opened:
-            order = json.loads((opened.metadata() or {}).get("order", "null")) or list(opened.keys())
-            return {name: opened.get_tensor(name) for name in order}
+        with safe_open(file, framework="numpy") as stream:
+            order = json.loads((stream.metadata() or {}).get("order", "null")) or list(stream.keys())
+            return {name: stream.get_tensor(name) for name in order}
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:  # numpy has not all dtypes
         raise ConfigError(f"{file} is damaged: {error}; make the run again") from None

@@ -110,17 +110,17 @@ def test_what_a_plugins_code_raises_or_returns_names_its_row() -> None:
     rows: Registry[DataSource] = Registry("row")
     rows.register(DataSource("a", lambda value: 6 // value), Owner("one"))
     rows.register(DataSource("b", lambda value: 6 // value), OURS)
-    opened, ours = (function(rows, name, "open", "a test", int) for name in "ab")
-    assert opened(2) == ours(2) == 3
+    checked, ours = (function(rows, name, "open", "a test", int) for name in "ab")
+    assert checked(2) == ours(2) == 3
     said = (
         r"^the row 'a' of plugin 'one': its open fails, ZeroDivisionError: .* \(.*registry_test.py, line \d+\); correct"
     )
     with pytest.raises(ConfigError, match=said):
-        opened(0)
+        checked(0)
     with pytest.raises(
         ConfigError, match=r"^the row 'a' of plugin 'one': open returns 3.0; give an instance of .*int$"
     ):
-        opened(2.0)
+        checked(2.0)
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         ours(0)
     with pytest.raises(

@@ -34,7 +34,7 @@ from jaxdist.formats.companions import CONFIG, companions
 from jaxdist.formats.hf import notes_on, read_folder
 from jaxdist.formats.naming import family_of
 from jaxdist.formats.sources import kind_at, kind_of
-from jaxdist.runs.checkpoints import Damaged, run_of, whole
+from jaxdist.runs.checkpoints import Damaged, run_of, whole_checkpoint
 from jaxdist.runs.display import aside, megabytes, say, transfer
 
 NAMED = 8  # of what stays behind
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Damaged as error:  # as was found while it was read
         if run_of(error.args[0]) != a.source.absolute():
             raise
-        a.source = whole(a.source)  # of the run, an older one
+        a.source = whole_checkpoint(a.source)  # of the run, an older one
         convert(a)
 
 
@@ -75,15 +75,15 @@ def convert(a: Any) -> None:
         target.check(conversion)
         say("nothing was written: --dry-run")
         return
-    with whole_or_nothing(a.target, replaceable) as beside:
+    with whole_or_nothing(a.target, replaceable) as partial_path:
         check_room(a.target, conversion.bytes)
         with comparing(target.source) as wait:
             target.check(conversion)
             with unchanged(wait), writing(a.target), transfer(conversion.bytes) as report:
-                target.write(beside, replace(conversion, report=report))
+                target.write(partial_path, replace(conversion, report=report))
                 conversion.refuse(a.source, KEEP_OR_ZERO)
         if a.verify:
-            for line in target.verify(beside, conversion):
+            for line in target.verify(partial_path, conversion):
                 say(line)
     for name, found in conversion.found.items():
         say(f"{a.source}: tensor {name} has {found}, written as 0")
@@ -113,7 +113,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
             f"--peak: SOURCE {a.source} is {with_article(source.title)}; it belongs to {having}; leave it out"
         )
     decided = {"peak": a.peak} if a.peak else {}
-    content = source.format.opened(a.source, wanted, training=target.state or a.ema, **decided)
+    content = source.format.read_content(a.source, wanted, training=target.state or a.ema, **decided)
     if a.peak and content.updates is None:
         raise ConfigError(f"--peak {a.peak}: of {a.source} no optimizer is read, which has a rate; leave it out")
     if a.adapter:

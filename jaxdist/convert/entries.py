@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError, Model, Optimizer
 from jaxdist.config.optimizer import REDUCED_DIMS
-from jaxdist.convert.mappings.atoms import Entry, by_views, put_rows, split_rows, whole
+from jaxdist.convert.mappings.atoms import Entry, by_views, put_rows, split_rows, whole_entry
 from jaxdist.families import models
 from jaxdist.formats.tables import EXPERTS, LAYERS, OWN, STACKED, TURNED, Atom, Shape, Stored, stored, table_of
 from jaxdist.parallel.sharding import ParamSpec
@@ -23,7 +23,8 @@ def entries(naming: str, model: Model, shapes: Mapping[str, Shape] | None = None
     if naming == OWN:
         return {name: _own(name, shape) for name, shape in shapes.items()}
     if naming == LAYERS:
-        return {part: whole(part, atom, shape) for name in shapes for part, atom, shape in parts(name, shapes[name])}
+        pieces = (piece for name in shapes for piece in parts(name, shapes[name]))
+        return {part: whole_entry(part, atom, shape) for part, atom, shape in pieces}
     return {name: _entry(tensor, model) for name, tensor in stored(naming, model, shapes).items()}
 
 
@@ -76,7 +77,7 @@ def cut(name: str, shape: Shape) -> tuple[Shape, Shape]:
 def _own(name: str, shape: Shape) -> Entry:
     atoms, (stack, _) = [atom for _, atom, _ in parts(name, shape)], cut(name, shape)
     if not stack:
-        return whole(name, atoms[0], shape)
+        return whole_entry(name, atoms[0], shape)
     return by_views(name, atoms, shape, lambda tensor, number: tensor[np.unravel_index(number, stack)])
 
 

@@ -94,7 +94,7 @@ def convert(*argv: object) -> None:
 
 
 def ours(path: Path, kind: str) -> dict[str, np.ndarray]:
-    content = KINDS[kind].format.opened(path)
+    content = KINDS[kind].format.read_content(path)
     return {name: array for _, name, array in Conversion(content, OWN).stream("parameters")}
 
 

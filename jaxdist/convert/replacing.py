@@ -12,7 +12,7 @@ from jaxdist.convert.target import no_run_in, refusing
 from jaxdist.formats.companions import is_listed
 from jaxdist.formats.folders import is_hf
 from jaxdist.formats.origin import ORIGIN
-from jaxdist.formats.sources import beside, kind_at
+from jaxdist.formats.sources import kind_at, sibling
 from jaxdist.runs.checkpoints import DAMAGED, FOLDER, UNFINISHED, listed, newest
 from jaxdist.training.step import TrainState
 
@@ -39,7 +39,7 @@ def check_apart(given: Path, read: Mapping[str, Path | None], force: bool) -> No
     target = given.resolve()
     with refusing(given):
         replaced = force and target.exists()
-        removed = [beside(target, part) for part in ("partial", "old")] + [target] * replaced
+        removed = [sibling(target, part) for part in ("partial", "old")] + [target] * replaced
         for name, path in read.items():
             found = path and path.resolve()
             if found and (any(map(found.is_relative_to, removed)) or (replaced and target.is_relative_to(found))):

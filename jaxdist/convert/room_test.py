@@ -56,8 +56,8 @@ def test_a_tied_head_is_compared_in_blocks(stored: str, tmp_path: Path) -> None:
     weights["lm_head.weight"] = embedding if stored == "once" else embedding.clone()
     torch.save(weights, tmp_path / "a.pt")
     experiment = experiment_for(TIED.model_dump(), "test")
-    torch_files.opened(tmp_path / "a.pt", experiment)  # imports count too
-    most = peak(lambda: torch_files.opened(tmp_path / "a.pt", experiment))
+    torch_files.read_content(tmp_path / "a.pt", experiment)  # imports count too
+    most = peak(lambda: torch_files.read_content(tmp_path / "a.pt", experiment))
     assert most < (0.1 if stored == "once" else 2.1) * embedding.nbytes
 
 
@@ -68,7 +68,7 @@ def test_a_head_that_differs_in_one_number(row: int, tmp_path: Path) -> None:
     weights["lm_head.weight"][row, -1] = 2
     torch.save(weights, tmp_path / "a.pt")
     with pytest.raises(ConfigError, match=r"tie_word_embeddings is true, but lm_head.weight differs"):
-        torch_files.opened(tmp_path / "a.pt", experiment_for(TIED.model_dump(), "test"))
+        torch_files.read_content(tmp_path / "a.pt", experiment_for(TIED.model_dump(), "test"))
 
 
 STORED: dict[str, Callable[[Any], Any]] = {
@@ -94,7 +94,7 @@ def test_a_unit_takes_what_it_is_said_to(
     monkeypatch.setattr(stream, "BLOCK", 2**12)
     weights = {name: torch.ones(entry.shape) for name, entry in entries("huggingface", model).items()}
     torch.save({name: STORED[stored](w) if w.ndim == 2 else w for name, w in weights.items()}, tmp_path / "a.pt")
-    content = torch_files.opened(tmp_path / "a.pt", experiment_for(model.model_dump(), "test"))
+    content = torch_files.read_content(tmp_path / "a.pt", experiment_for(model.model_dump(), "test"))
     conversion = Conversion(content, naming, dtype=dtype)
     jobs = [job for job in conversion._jobs([PARAMETERS]) if job.bytes > 2**20]
     assert len(jobs) >= 3

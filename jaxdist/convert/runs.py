@@ -30,50 +30,50 @@ def begin(path: Path, content: Content) -> RunFolder:
         folder.metrics.write_bytes(content.metrics)
     origin = content.origin
     if origin.kind:
-        beside = path / ORIGIN
-        (beside / FILES).mkdir(parents=True)
-        (beside / SAID).write_text(json.dumps(origin.said(), indent=1) + "\n", encoding="utf-8")
+        directory = path / ORIGIN
+        (directory / FILES).mkdir(parents=True)
+        (directory / SAID).write_text(json.dumps(origin.said(), indent=1) + "\n", encoding="utf-8")
         for name, file in origin.files.items():
-            (beside / FILES / name).parent.mkdir(exist_ok=True)
-            (beside / FILES / name).write_bytes(file)
+            (directory / FILES / name).parent.mkdir(exist_ok=True)
+            (directory / FILES / name).write_bytes(file)
         if extras := origin.extras:
-            _torch_files().save_plain(beside / EXTRAS, extras)
+            _torch_files().save_plain(directory / EXTRAS, extras)
         kept = {name: leaf for name, leaf in origin.buffers.items() if leaf.dtype in safetensors_writer.NAMES}
         for name in origin.buffers.keys() - kept.keys():
             say(f"buffer {name} is {origin.buffers[name].dtype}, which safetensors has not: it stays behind")
         if kept:
-            places = safetensors_writer.lay_out_file(beside / BUFFERS, kept)
+            places = safetensors_writer.lay_out_file(directory / BUFFERS, kept)
             for name, leaf in kept.items():
                 buffers.write(*places[name], leaf.contiguous())
-        seal(beside)
+        seal(directory)
     return folder
 
 
 def origin_of(checkpoint: Path) -> Origin:
     """Where the weights of a run came from, as far as the run folder around `checkpoint` knows."""
     run = run_of(checkpoint)
-    if run is None or not (beside := run / ORIGIN).exists():
+    if run is None or not (directory := run / ORIGIN).exists():
         return Origin()
-    if reason := damage(beside):
-        raise ConfigError(f"{beside} is damaged: {reason}; remove it, or use a copy")
+    if reason := damage(directory):
+        raise ConfigError(f"{directory} is damaged: {reason}; remove it, or use a copy")
     try:
         # It may be as long as the index whose nesting it tells.
-        said = OriginFields.model_validate(read_json(beside / SAID, MOST_BYTES))
+        said = OriginFields.model_validate(read_json(directory / SAID, MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = textwrap.shorten(str(error), 200)
-        raise ConfigError(f"{beside / SAID} is damaged: {reason}; remove {beside}, or use a copy") from None
-    kept = leaves(Tensors(beside / BUFFERS)) if (beside / BUFFERS).exists() else {}
-    files = files_of(beside / FILES)[0] if (beside / FILES).is_dir() else {}  # git keeps no empty folder
-    return Origin(**dict(said), files=files, buffers=kept, held=partial(_extras, beside))
+        raise ConfigError(f"{directory / SAID} is damaged: {reason}; remove {directory}, or use a copy") from None
+    kept = leaves(Tensors(directory / BUFFERS)) if (directory / BUFFERS).exists() else {}
+    files = files_of(directory / FILES)[0] if (directory / FILES).is_dir() else {}  # git keeps no empty folder
+    return Origin(**dict(said), files=files, buffers=kept, held=partial(_extras, directory))
 
 
-def _extras(beside: Path) -> Any:
+def _extras(directory: Path) -> Any:
     """Content that only torch had. Raises ConfigError."""
-    if not (beside / EXTRAS).exists():
+    if not (directory / EXTRAS).exists():
         return None
-    found = _torch_files().load(beside / EXTRAS, mapped=True)
+    found = _torch_files().load(directory / EXTRAS, mapped=True)
     if not isinstance(found, dict):
-        raise ConfigError(f"{beside / EXTRAS} is damaged: it holds no dict; remove {beside}, or use a copy")
+        raise ConfigError(f"{directory / EXTRAS} is damaged: it holds no dict; remove {directory}, or use a copy")
     return found
 
 

@@ -32,8 +32,8 @@ MASKS: dict[str, np.ndarray] = {
 }
 
 
-def opened(path: Path) -> Any:
-    return KINDS[kind_of(path)].format.opened(path)
+def read_content(path: Path) -> Any:
+    return KINDS[kind_of(path)].format.read_content(path)
 
 
 class TestBuffers:
@@ -135,7 +135,7 @@ def test_what_a_long_index_said_is_read(tmp_path: Path) -> None:
     ways = {f"model.{i}": ["model", str(i)] for i in range(1000)} | {f"model.{'x' * 2**24}": ["model", "x" * 2**24]}
     (beside / "origin.json").write_text(json.dumps(said | {"index": ways}))
     seal(beside)
-    assert opened(run).origin.index == ways
+    assert read_content(run).origin.index == ways
 
 
 def test_a_config_that_tells_another_dtype_than_the_weights_have(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_linked_checkpoint_finds_its_run(kind: str, link: str, tmp_path: Path)
         moved = run / "checkpoints" if link.endswith("checkpoints") else run / "checkpoints" / "7"
         moved.rename(tmp_path / "elsewhere")
         moved.symlink_to(tmp_path / "elsewhere")
-    found = opened(source)
+    found = read_content(source)
     assert found.origin.files == {"tokenizer.json": b"{}"} and found.metrics == b'{"step": 7}\n'
     assert tensors(source) == right
 
@@ -199,4 +199,4 @@ def test_what_origin_says_of_another_type(said: Any, tmp_path: Path) -> None:
     (run / "origin" / MANIFEST).unlink()
     seal(run / "origin")
     with pytest.raises(ConfigError, match=r"origin.json is damaged: .*; remove \S+origin, or use a copy"):
-        opened(run)
+        read_content(run)

@@ -86,7 +86,7 @@ def test_settings_under_the_key_of_a_state(part: str, tmp_path: Path) -> None:
     settings, key = SETTINGS[part]
     saved = {part: settings} | {key if name == part else name: state for name, state in states.items()} | {"step": 5}
     torch.save(saved, tmp_path / "a.pt")
-    content = torch_files.opened(
+    content = torch_files.read_content(
         tmp_path / "a.pt", EXPERIMENT.model_copy(update={"precision": Precision(policy="fp16")})
     )
     assert (content.step, content.updates, content.scaling and float(content.scaling.scale)) == (5, 5, 4.0)
@@ -109,7 +109,7 @@ class TestSteps:
     @pytest.mark.parametrize("step", [5000, 5000.0, np.int64(5000), torch.tensor(5000.0), torch.tensor([5000])])
     def test_of_any_type(self, step: Any, tmp_path: Path) -> None:
         folder = saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=step))
-        content = dcp_files.opened(folder, EXPERIMENT)
+        content = dcp_files.read_content(folder, EXPERIMENT)
         assert (content.step, content.updates) == (5000, 5)
         if not isinstance(step, torch.Tensor):
             later = replace(content, step=5020)
@@ -123,11 +123,11 @@ class TestSteps:
         for entry in tree["optimizer"]["state"].values():
             entry["step"] = np.int64(5)
         torch.save(tree, tmp_path / "a.pt")
-        assert torch_files.opened(tmp_path / "a.pt", EXPERIMENT).updates == 5
+        assert torch_files.read_content(tmp_path / "a.pt", EXPERIMENT).updates == 5
 
     def test_that_is_no_count(self, tmp_path: Path) -> None:
         """As the optimizer counted; it comes back as it was."""
-        content = dcp_files.opened(saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=7.5)), EXPERIMENT)
+        content = dcp_files.read_content(saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=7.5)), EXPERIMENT)
         assert content.step == 5
         dcp_files.write(tmp_path / "back", Conversion(content, KINDS["dcp"].naming_of(content)))
         (back,) = (tmp_path / "back" / "checkpoints").iterdir()
@@ -135,7 +135,8 @@ class TestSteps:
 
     def test_of_two_numbers(self, tmp_path: Path) -> None:
         """Of a script it is no count, as in a torch file, and comes back; of a parameter there is no other."""
-        content = dcp_files.opened(saved_dcp(tmp_path / "two", self.tree(tmp_path, step=torch.ones(2))), EXPERIMENT)
+        saved = saved_dcp(tmp_path / "two", self.tree(tmp_path, step=torch.ones(2)))
+        content = dcp_files.read_content(saved, EXPERIMENT)
         assert content.step == 5
         dcp_files.write(tmp_path / "back", Conversion(content, KINDS["dcp"].naming_of(content)))
         (back,) = (tmp_path / "back" / "checkpoints").iterdir()
@@ -144,14 +145,14 @@ class TestSteps:
         name = next(iter(tree["optimizer"]["state"]))
         tree["optimizer"]["state"][name]["step"] = torch.ones(2)
         with pytest.raises(ConfigError, match=r"dcp: step.* is a tensor \[2\]; give one whole number"):
-            dcp_files.opened(saved_dcp(tmp_path / "dcp", tree), EXPERIMENT)
+            dcp_files.read_content(saved_dcp(tmp_path / "dcp", tree), EXPERIMENT)
 
     @pytest.mark.parametrize("more", [0, 20])
     def test_a_schedule_of_epochs(self, more: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Its counter is none of steps, and stays as it was."""
         tree, schedule = script(tmp_path, steps=50, epochs=2)
         torch.save(tree | {"scheduler": schedule}, tmp_path / "a.pt")
-        content = torch_files.opened(tmp_path / "a.pt", EXPERIMENT)
+        content = torch_files.read_content(tmp_path / "a.pt", EXPERIMENT)
         assert (content.step, content.updates, schedule["last_epoch"]) == (100, 100, 2)
         assert "its optimizer made 100 steps, its scheduler 2, of epochs" in capsys.readouterr().out
         later = replace(content, step=100 + more, updates=100 + more)
@@ -176,7 +177,7 @@ class TestOptimizers:
         tree, schedule = script(tmp_path, steps=1, epochs=5)
         torch.save(lightning(tree, schedule), tmp_path / "a.ckpt")
         main([str(tmp_path / "a.ckpt"), str(tmp_path / "run"), *config(tmp_path)])
-        content = orbax_files.opened(tmp_path / "run")
+        content = orbax_files.read_content(tmp_path / "run")
         assert (content.step, content.updates) == (5, 5)
         later = replace(content, step=5 + more, updates=5 + more)
         torch_files.write(tmp_path / "b.ckpt", Conversion(later, "huggingface"))
@@ -290,7 +291,7 @@ class TestThereAndBack:
         tree, _ = script(tmp_path)
         change(tree)
         torch.save(tree, tmp_path / "a.pt")
-        later = replace(torch_files.opened(tmp_path / "a.pt", EXPERIMENT), step=25, updates=25)
+        later = replace(torch_files.read_content(tmp_path / "a.pt", EXPERIMENT), step=25, updates=25)
         torch_files.write(tmp_path / "b.pt", Conversion(later, "huggingface"))
         before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
         assert counted(after) == {25.0}

@@ -78,7 +78,7 @@ class Resharder(ABC):
 
     @property
     @abstractmethod
-    def given(self) -> Mapping[str, Leaves]:
+    def source_groups(self) -> Mapping[str, Leaves]:
         """The tensors of the source."""
 
     @abstractmethod
@@ -92,13 +92,13 @@ class Resharder(ABC):
     @cached_property
     def units(self) -> dict[str, list[ConversionUnit]]:
         """Those of each group."""
-        return {group: units(self.sources(group), self.targets(group)) for group in self.given}
+        return {group: units(self.sources(group), self.targets(group)) for group in self.source_groups}
 
     @cached_property
     def groups(self) -> dict[str, Leaves]:
         """The tensors of the target: shapes and dtypes, and reading of one at a time, which is slow if several are
         one."""
-        return {group: self._leaves(group) for group in self.given}
+        return {group: self._leaves(group) for group in self.source_groups}
 
     def _leaves(self, group: str) -> Leaves:
         found: dict[str, Leaf] = {}
@@ -113,7 +113,7 @@ class Resharder(ABC):
         return self.convert(group, unit)[name]
 
     def _dtype(self, group: str, unit: ConversionUnit) -> np.dtype:
-        leaves = self.given[group]
+        leaves = self.source_groups[group]
         dtypes = {leaves[source.name].dtype for source in unit.sources}
         if self.dtype and group == PARAMETERS and not any(dtype.kind in UNCAST_KINDS for dtype in dtypes):
             return np.dtype(DTYPES[self.dtype])
@@ -129,7 +129,7 @@ class Resharder(ABC):
 
     def convert(self, group: str, unit: ConversionUnit) -> dict[str, np.ndarray]:
         """The target's tensors of a unit, contiguous. Raises ConfigError where a finite value becomes infinite."""
-        leaves, dtype = self.given[group], self._dtype(group, unit)
+        leaves, dtype = self.source_groups[group], self._dtype(group, unit)
         source, target = unit.sources[0], unit.targets[0]
 
         def read(source: Entry) -> np.ndarray:
@@ -198,7 +198,7 @@ class Resharder(ABC):
             return max(leaf.bytes + leaf.besides, leaf.bytes + cast)
 
         made = sum(self.groups[group][target.name].bytes for target in unit.targets)
-        read = max(taken(self.given[group][source.name]) for source in unit.sources)
+        read = max(taken(self.source_groups[group][source.name]) for source in unit.sources)
         return read if unit.targets[0].same(unit.sources[0]) else made + read
 
     @property
@@ -215,7 +215,7 @@ class Conversion(Resharder):
     naming: str
 
     @property
-    def given(self) -> Mapping[str, Leaves]:
+    def source_groups(self) -> Mapping[str, Leaves]:
         return self.content.groups
 
     def sources(self, group: str) -> dict[str, Entry]:

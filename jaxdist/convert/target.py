@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from jaxdist.config import ConfigError, TrainingError
-from jaxdist.formats.sources import beside
+from jaxdist.formats.sources import sibling
 from jaxdist.runs.checkpoints import run_of, synchronize
 from jaxdist.runs.display import megabytes, say
 from jaxdist.runs.folder import LOCK, check_writable
@@ -44,10 +44,10 @@ def check_target(target: Path, replaceable: Check | None = None) -> None:
     there = path = target.resolve()
     with refusing(target):
         check_writable(path.parent, f"TARGET {target}")
-        if (lock := beside(path, "lock")).exists():
+        if (lock := sibling(path, "lock")).exists():
             with alone(lock, made=False):
                 pass
-        if (old := beside(path, "old")).exists() and not path.exists():
+        if (old := sibling(path, "old")).exists() and not path.exists():
             say(f"TARGET {target} was being replaced when an earlier conversion was killed; the next puts it back")
             there = old
         _check_there(target, there, replaceable)
@@ -79,13 +79,13 @@ def whole_or_nothing(target: Path, replaceable: Check | None = None) -> Iterator
     Raises ConfigError when `target` cannot be made, is being made, or exists and is not `replaceable`.
     """
     path = target.resolve()
-    partial, old = beside(path, "partial"), beside(path, "old")
+    partial, old = sibling(path, "partial"), sibling(path, "old")
     with ExitStack() as stack:
         with refusing(target):
             check_writable(path.parent, f"TARGET {target}")
             stack.callback(remove_empty, [folder for folder in path.parents if not folder.exists()])
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(beside(path, "lock")))
+            stack.enter_context(alone(sibling(path, "lock")))
             remove(partial)
             if old.exists() and not old.is_symlink() and not path.exists():  # a kill came between the two names
                 old.rename(path)

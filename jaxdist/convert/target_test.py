@@ -19,7 +19,7 @@ from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.kinds import hf
 from jaxdist.convert.kinds.formats_test import content_of, tensors, written
 from jaxdist.convert.kinds.registry import KINDS
-from jaxdist.convert.target import beside, whole_or_nothing
+from jaxdist.convert.target import sibling, whole_or_nothing
 from jaxdist.formats import buffers
 from jaxdist.runs.folder import LOCK
 from jaxdist.runs.lock import alone
@@ -60,7 +60,7 @@ def test_of_two_at_once_the_first(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_a_kill_left(tmp_path: Path) -> None:
-    beside(tmp_path / "b", "lock").touch()
+    sibling(tmp_path / "b", "lock").touch()
     with whole_or_nothing(tmp_path / "b") as partial:
         partial.write_text("whole")
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
@@ -117,7 +117,7 @@ def test_a_conversion_that_is_ended(kind: str, number: signal.Signals, tmp_path:
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     line = [sys.executable, "-c", textwrap.dedent(SLOW), str(source), str(tmp_path / "new" / "b"), "--to", kind]
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not beside(tmp_path / "new" / "b", "partial").exists() and process.poll() is None:
+        while not sibling(tmp_path / "new" / "b", "partial").exists() and process.poll() is None:
             time.sleep(0.01)
         time.sleep(3)
         process.send_signal(number)
@@ -135,7 +135,7 @@ def test_what_was_there_is_back_where_the_new_cannot_take_its_name(
     old.write_text("old")
 
     def interrupted(path: Path, to: Path) -> Path:
-        if path == beside(target, "partial"):
+        if path == sibling(target, "partial"):
             raise KeyboardInterrupt
         return rename(path, to)
 
@@ -176,7 +176,7 @@ def test_a_link_under_a_name_of_ours(part: str, tmp_path: Path) -> None:
     """What it leads to stays as it is, and is not written through."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
-    beside(tmp_path / "b", part).symlink_to(tmp_path / "mine")
+    sibling(tmp_path / "b", part).symlink_to(tmp_path / "mine")
     with whole_or_nothing(tmp_path / "b") as partial:
         partial.mkdir()
     assert contents(tmp_path / "mine") == {"file": b"mine"}
@@ -186,7 +186,7 @@ def test_a_link_under_a_name_of_ours(part: str, tmp_path: Path) -> None:
 def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "TRIES", 1)
     monkeypatch.setattr(target_module.shutil, "rmtree", lambda *_, **__: None)
-    beside(tmp_path / "b", "partial").mkdir()
+    sibling(tmp_path / "b", "partial").mkdir()
     with (
         pytest.raises(ConfigError, match=r"\.b\.jaxdist-partial cannot be removed; remove it"),
         whole_or_nothing(tmp_path / "b"),
@@ -213,7 +213,7 @@ def test_a_file_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
     """What it leads to stays as it is."""
     (tmp_path / "mine").write_text("mine")
-    beside(tmp_path / "b", "lock").symlink_to(tmp_path / "mine")
+    sibling(tmp_path / "b", "lock").symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="TARGET"), whole_or_nothing(tmp_path / "b"):
         pass
     source = written(tmp_path / "a", "hf", content_of(MODEL))
@@ -241,8 +241,8 @@ def test_what_others_have_beside_a_target(more: list[str], tmp_path: Path) -> No
 def test_a_dry_run_touches_nothing(killed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not what a kill left, and no lock that a run left in what it would replace."""
     source, target = written(tmp_path / "a", "hf", content_of(MODEL)), tmp_path / "b"
-    written(beside(target, "old"), "orbax", content_of(MODEL))
-    beside(target, "partial").mkdir()
+    written(sibling(target, "old"), "orbax", content_of(MODEL))
+    sibling(target, "partial").mkdir()
     if killed == "after":
         written(target, "orbax", content_of(MODEL))
         (target / LOCK).touch()
@@ -252,7 +252,7 @@ def test_a_dry_run_touches_nothing(killed: str, tmp_path: Path, capsys: pytest.C
     main([str(source), str(target), "--dry-run", "--force"])
     assert contents(tmp_path) == before
     assert ("the next puts it back" in capsys.readouterr().out) == (killed == "between")
-    lock = beside(target, "lock")
+    lock = sibling(target, "lock")
     with alone(lock), pytest.raises(ConfigError, match="is being written by another conversion"):
         main([str(source), str(target), "--dry-run", "--force"])
 
@@ -261,7 +261,7 @@ def test_a_dry_run_touches_nothing(killed: str, tmp_path: Path, capsys: pytest.C
 def test_what_is_put_back_is_looked_at(more: list[str], tmp_path: Path) -> None:
     """What a kill left aside is replaced only where it may be."""
     source, target = written(tmp_path / "a", "hf", content_of(MODEL)), tmp_path / "b"
-    old = written(beside(target, "old"), "hf", content_of(MODEL))
+    old = written(sibling(target, "old"), "hf", content_of(MODEL))
     (old / "thesis.tex").write_text("work")
     with pytest.raises(ConfigError, match=rf"TARGET {target} has thesis.tex, which is of no checkpoint"):
         main([str(source), str(target), *more])
@@ -269,7 +269,7 @@ def test_what_is_put_back_is_looked_at(more: list[str], tmp_path: Path) -> None:
 
 
 def test_a_source_that_was_being_replaced(tmp_path: Path) -> None:
-    old = written(beside(tmp_path / "b", "old"), "hf", content_of(MODEL))
+    old = written(sibling(tmp_path / "b", "old"), "hf", content_of(MODEL))
     with pytest.raises(ConfigError, match=rf"b: no such file or folder, it was being replaced .*, and lies in {old}"):
         main([str(tmp_path / "b"), "--inspect"])
 
@@ -278,7 +278,7 @@ def test_a_source_that_was_being_replaced(tmp_path: Path) -> None:
 def test_what_a_kill_left_is_a_source(more: list[str], tmp_path: Path) -> None:
     """It would be put back, or removed, while it is read."""
     target = written(tmp_path / "b", "hf", content_of(MODEL))
-    source = written(beside(target, "old"), "hf", content_of(MODEL))
+    source = written(sibling(target, "old"), "hf", content_of(MODEL))
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match=r"TARGET \S+ (with --force )?would replace SOURCE"):
         main([str(source), str(target), *more])

@@ -40,7 +40,7 @@ def verify_source(path: Path) -> Iterator[str]:
     """
     if (path / INDEX).is_file() and not sealed(path):
         parts = import_module("jaxdist.convert.kinds.dcp_files").parts(path)
-        if summed := sum(checksums(name, opened) for name, opened in parts):
+        if summed := sum(checksums(name, open_part) for name, open_part in parts):
             yield f"verified: the records of {summed} parts of {path.name} have their checksums"
     files = [path] if path.is_file() else sorted(path.glob("consolidated.*.pth"))
     for file in filter(zipfile.is_zipfile, files):
@@ -48,10 +48,10 @@ def verify_source(path: Path) -> Iterator[str]:
             yield f"verified: the records of {file.name} have their checksums"
 
 
-def checksums(name: str, opened: Callable[[], AbstractContextManager[Any]]) -> bool:
+def checksums(name: str, open_part: Callable[[], AbstractContextManager[Any]]) -> bool:
     """Whether the records of a file, a zip, have theirs. Raises ConfigError where these are not of what they hold."""
     try:
-        with opened() as file, zipfile.ZipFile(file) as archive:
+        with open_part() as file, zipfile.ZipFile(file) as archive:
             summed = any(record.CRC for record in archive.infolist())  # not by torch's set_crc32_options(False)
             damaged = archive.testzip() if summed else None
     except Exception as error:  # of a damaged directory, many kinds
@@ -109,7 +109,7 @@ def verify_tensors(conversion: Resharder, written: Mapping[str, Leaves]) -> Iter
 def verify(target: CheckpointKind, source: Path, path: Path, conversion: Conversion) -> Iterator[str]:
     """Lines that say what holds. Raises TrainingError where what was written to `path` is not what was read."""
     content = conversion.content
-    written = target.format.opened(path, content.experiment)
+    written = target.format.read_content(path, content.experiment)
     with comparing(written.checkpoint) as wait, unchanged(wait):
         yield from verify_tensors(conversion, written.groups)
     for name, leaf in written.origin.buffers.items():

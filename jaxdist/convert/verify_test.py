@@ -298,10 +298,10 @@ class TestSourceThatChanged:
         assert "embed.embedding" in capsys.readouterr().out
 
     def test_its_small_files_are_compared_before(self, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        KINDS["orbax"].format.opened(damaged)
+        KINDS["orbax"].format.read_content(damaged)
         monkeypatch.setattr(checkpoints, "SMALL", 1_000_000)
         with pytest.raises(ConfigError, match="is damaged"):
-            KINDS["orbax"].format.opened(damaged)
+            KINDS["orbax"].format.read_content(damaged)
 
     def test_is_not_waited_for_by_a_full_disk(
         self, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from jaxdist.formats.companions import CONFIG
 from jaxdist.formats.described import Source, of_experiment, source_of
 from jaxdist.formats.finite import of_start
 from jaxdist.formats.orbax import is_checkpoint, read_experiment
-from jaxdist.formats.origin import Beside, beside
+from jaxdist.formats.origin import CompanionFiles, companion_files
 from jaxdist.formats.sources import kind_of
 from jaxdist.formats.tables import OWN
 from jaxdist.training import orbax_io
@@ -33,7 +33,7 @@ def source_experiment(path: Path) -> Experiment:
         return experiment_in(path)
     if kind == "orbax":
         return read_experiment(path)
-    return KINDS[kind].format.opened(path, training=False).experiment
+    return KINDS[kind].format.read_content(path, training=False).experiment
 
 
 def described(path: Path) -> Source | None:
@@ -46,14 +46,14 @@ def described(path: Path) -> Source | None:
     return None
 
 
-def lies_beside(path: Path) -> Beside | None:
+def lies_beside(path: Path) -> CompanionFiles | None:
     """Facts about the source of these weights that a run keeps for its export, also for kinds that only the converter
-    reads. Raises ConfigError, as `beside` does."""
-    if (found := beside(path)) is not None:
+    reads. Raises ConfigError, as `companion_files` does."""
+    if (found := companion_files(path)) is not None:
         return found
     with suppress(ConfigError):
-        origin = KINDS[kind_of(path)].format.opened(path, training=False).origin
-        return Beside(origin.files, origin.dtype) if CONFIG in origin.files else None
+        origin = KINDS[kind_of(path)].format.read_content(path, training=False).origin
+        return CompanionFiles(origin.files, origin.dtype) if CONFIG in origin.files else None
     return None
 
 
@@ -79,7 +79,7 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
 
         return jax.make_array_from_callback(a.shape, a.sharding, part)
 
-    content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
+    content = KINDS[kind_of(path)].format.read_content(path, program.experiment, training=ema)
     content = resized(content.averaged(path) if ema else content, model)
     conversion = Conversion(content, OWN, widen=True, nonfinite="refuse")
     weights = {name: put(abstract[name], array) for _, name, array in conversion.stream(PARAMETERS)}

@@ -21,19 +21,19 @@ class Table(NamedTuple):
 
 def open_table(file: Path) -> Table:
     """Raises ConfigError for what is neither, and for names that two columns have."""
-    with file.open("rb") as opened:
-        head = opened.read(512)
+    with file.open("rb") as stream:
+        head = stream.read(512)
     if head.startswith(b"PAR1"):
         table = _parquet(file)
     elif head.startswith(b"ARROW1"):
-        table = _arrow(file, whole=True)
+        table = _arrow(file, as_file=True)
     elif found := signature(head):
         raise ConfigError(f"data.path = {str(file)!r}: neither Parquet nor Arrow: it is {found.title}; {found.fix}")
     elif file.suffix.lower() == ".parquet" or not head:
         what, fix = ("whatever its name says", "rename it to what it is") if head else ("it is empty", "remove it")
         raise ConfigError(f"data.path = {str(file)!r}: neither Parquet nor Arrow, {what}; {fix}, or copy it again")
     else:
-        table = _arrow(file, whole=False)
+        table = _arrow(file, as_file=False)
     if twice := sorted({name for name in table.names if table.names.count(name) > 1}):
         raise ConfigError(
             f"data.path = {str(file)!r}: columns of the same name ({', '.join(twice)}); give each a name of its own"
@@ -45,28 +45,28 @@ def _parquet(file: Path) -> Table:
     needed("pyarrow", "Parquet")
     from pyarrow import parquet
 
-    opened = parquet.ParquetFile(file)
+    stream = parquet.ParquetFile(file)
 
     def read(name: str) -> Iterator[list[Any]]:
-        for batch in opened.iter_batches(ROWS, columns=[name], use_threads=False):
+        for batch in stream.iter_batches(ROWS, columns=[name], use_threads=False):
             yield batch.column(0).to_pylist()
 
-    return Table(opened.schema_arrow.names, opened.metadata.num_rows, read)
+    return Table(stream.schema_arrow.names, stream.metadata.num_rows, read)
 
 
-def _arrow(file: Path, whole: bool) -> Table:
-    """A file (`whole`), or a stream as `datasets.save_to_disk` writes it."""
+def _arrow(file: Path, as_file: bool) -> Table:
+    """A file (`as_file`), or a stream as `datasets.save_to_disk` writes it."""
     pyarrow = needed("pyarrow", "Arrow")
     from pyarrow import ipc
 
     source = pyarrow.memory_map(str(file))
-    opened = ipc.open_file(source) if whole else ipc.open_stream(source)
+    stream = ipc.open_file(source) if as_file else ipc.open_stream(source)
 
     def read(name: str) -> Iterator[list[Any]]:
-        for batch in map(opened.get_batch, range(opened.num_record_batches)) if whole else opened:
+        for batch in map(stream.get_batch, range(stream.num_record_batches)) if as_file else stream:
             column = batch.column(name)
             column.validate(full=True)  # offsets of a damaged file lead outside of it: reading them ends the process
             for start in range(0, len(column), ROWS):
                 yield column.slice(start, ROWS).to_pylist()
 
-    return Table(opened.schema.names, 0, read)
+    return Table(stream.schema.names, 0, read)

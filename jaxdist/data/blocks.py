@@ -24,10 +24,10 @@ def read_blocks(files: Sequence[Path], sizes: Sequence[int], blocks: int = BLOCK
     places = np.linspace(0, (total - 1) // BLOCK, blocks).astype(np.int64) * BLOCK
     numbers = np.searchsorted(before, places, side="right") - 1
     for number in np.unique(numbers).tolist():
-        with files[number].open("rb", buffering=0) as opened:
+        with files[number].open("rb", buffering=0) as stream:
             for place in places[numbers == number].tolist():
-                opened.seek(place - int(before[number]))
-                yield opened.read(BLOCK)
+                stream.seek(place - int(before[number]))
+                yield stream.read(BLOCK)
 
 
 def fingerprint_of(files: Sequence[Path], names: Sequence[str], *facts: object, blocks: int = BLOCKS) -> str:

@@ -42,9 +42,9 @@ Batches = Batch | Images  # of either the first is what the model takes
 def dataset_of(experiment: Experiment) -> "Dataset":
     """The data of an experiment, such as its model takes. Raises ConfigError."""
     data, model = experiment.data, experiment.model
-    opened = function(SOURCES, data.source, "open", "training", Dataset)
+    open_source = function(SOURCES, data.source, "open", "training", Dataset)
     with _readable(data):
-        return _as_begun(data, lambda fields: opened(fields, model))
+        return _as_begun(data, lambda fields: open_source(fields, model))
 
 
 def open_files(data: Data, model: Model) -> "Dataset":
@@ -74,13 +74,13 @@ def _readable(data: Data) -> Iterator[None]:
         raise ConfigError(f"data.path = {data.path!r}: {error}; give files that can be read") from None
 
 
-def _as_begun(data: Data, opened: Callable[[Data], "Dataset"]) -> "Dataset":
-    """The data of `opened`, read as when the run started. Raises ConfigError for other data.
+def _as_begun(data: Data, open_source: Callable[[Data], "Dataset"]) -> "Dataset":
+    """The data of `open_source`, read as when the run started. Raises ConfigError for other data.
 
     A run from before content was sampled keeps its fingerprint of names and sizes, and its files are read as its
     version read them.
     """
-    dataset = opened(data)
+    dataset = open_source(data)
     recorded, (fingerprints, fields) = data.fingerprint, dataset.earlier
     if recorded in ("", dataset.fingerprint):
         return dataset
@@ -93,7 +93,7 @@ def _as_begun(data: Data, opened: Callable[[Data], "Dataset"]) -> "Dataset":
         )
     told = "known by names and sizes, as an earlier version began the run"
     if fields:
-        dataset = opened(data.model_copy(update=dict(fields)))
+        dataset = open_source(data.model_copy(update=dict(fields)))
         dataset.fingerprint = recorded
         told += ", and read as it did: " + ", ".join(f"data.{name} = {value}" for name, value in fields)
     dataset.rows["begun with"] = told
@@ -167,8 +167,8 @@ class Dataset(ABC):
     def visits(self, size: int) -> int:
         """Sequences that an epoch of training gives to batches of `size`. Raises ConfigError for none."""
         count = self.sequences("train")
-        whole = count // size * size
-        if visits := {"continue": count, "drop": whole, "pad": whole + size * (whole < count)}[self._data.last]:
+        full = count // size * size
+        if visits := {"continue": count, "drop": full, "pad": full + size * (full < count)}[self._data.last]:
             return visits
         raise ConfigError(
             f"data.last = drop leaves none of {count} sequences for train.batch = {size}; set data.last = pad, or "
@@ -307,8 +307,8 @@ class Sequences(Dataset):
         """Targets of all training sequences."""
         count = self.sequences("train")
         document = int(np.searchsorted(self._before, count, side="right")) - 1  # of which a part, or none, is training
-        whole = np.maximum(self._stops - self._starts - 1, 0)[:document].sum()
-        return int(whole + (count - self._before[document]) * self._data.sequence)
+        full = np.maximum(self._stops - self._starts - 1, 0)[:document].sum()
+        return int(full + (count - self._before[document]) * self._data.sequence)
 
     def _found(self, sequence: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where in the stream sequences [B] begin, and how many ids, at most T + 1, each has."""

@@ -166,19 +166,19 @@ class Documents:
         """The elements of arrays, or objects that take several lines each. `line`: where they begin."""
         number, decoder = line, json.JSONDecoder(object_pairs_hook=self._object)
         try:
-            whole = content.decode()
-            array, place, done, counted = False, _after_space(whole, 0), 0, 0
-            while place < len(whole):
-                number, counted = number + whole.count("\n", counted, place), place
-                if whole[place] == ("]" if array else "["):
-                    array, place = not array, _after_space(whole, place + 1)
+            decoded = content.decode()
+            array, place, done, counted = False, _after_space(decoded, 0), 0, 0
+            while place < len(decoded):
+                number, counted = number + decoded.count("\n", counted, place), place
+                if decoded[place] == ("]" if array else "["):
+                    array, place = not array, _after_space(decoded, place + 1)
                     continue
-                record, place = decoder.raw_decode(whole, place)
-                place = _after_space(whole, place)
-                yield from cut(self._text_of(record), file, (place - done) / len(whole) * file.stat().st_size)
+                record, place = decoder.raw_decode(decoded, place)
+                place = _after_space(decoded, place)
+                yield from cut(self._text_of(record), file, (place - done) / len(decoded) * file.stat().st_size)
                 done = place
             if array:
-                raise json.JSONDecodeError("the array is cut: its ] is missing", whole, len(whole))
+                raise json.JSONDecodeError("the array is cut: its ] is missing", decoded, len(decoded))
         except UnicodeDecodeError as error:
             number = line + content.count(b"\n", 0, error.start)
             raise self._bad(f"{file}:{number}", error) from None

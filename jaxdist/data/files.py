@@ -83,8 +83,8 @@ def find_files(path: Path, by_name: bool) -> Files:
         pair = path.with_suffix(".bin") if path.suffix == ".idx" else path.with_name(f"{path.name}.bin")
         path = pair if pair.is_file() and pair.with_suffix(".idx").is_file() else path
     if path.is_file():
-        beside = [path, *siblings(path)] if by_name else [path]
-        return _files(path, beside, [], by_name)
+        candidates = [path, *siblings(path)] if by_name else [path]
+        return _files(path, candidates, [], by_name)
     if not path.is_dir():
         what = "neither a file nor a folder, as a pipe" if path.exists() else "no such file or folder"
         raise ConfigError(f"data.path = {str(path)!r}: {what}; give one that exists")

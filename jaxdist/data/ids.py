@@ -325,8 +325,8 @@ def _check_header(file: Path, content: bytes, dtype: str, declared: str, vocab: 
 
 def _llm_c(file: Path) -> Located | None:
     """The ids of a file with llm.c's header."""
-    with file.open("rb") as opened:
-        head = opened.read(LLM_C_HEADER)
+    with file.open("rb") as stream:
+        head = stream.read(LLM_C_HEADER)
     if len(head) < 12:
         return None
     magic, version, count = struct.unpack_from("<3i", head)

@@ -98,8 +98,8 @@ def arrays(path: Path, family: str, by_name: bool) -> Pictures:
     """A .npz file, with the one of the other split beside it. Raises ConfigError."""
     if path.suffix != ".npz":
         raise ConfigError(f"data.path = {str(path)!r}: model.family = {family} takes images; {FORMS}")
-    beside = siblings(path) if by_name and path.is_file() else []
-    files = [path, *([file for file in beside if split_of(file, path) == "validation"] or beside)]
+    candidates = siblings(path) if by_name and path.is_file() else []
+    files = [path, *([file for file in candidates if split_of(file, path) == "validation"] or candidates)]
     read = [_array(file) for file in files]
     if len({(*images.shape[1:], images.dtype) for images, _ in read}) > 1:
         told = ", ".join(f"{images.dtype} {list(images.shape)}" for images, _ in read)
@@ -153,8 +153,8 @@ def folder(path: Path, model: ImageModel, by_name: bool) -> Pictures:
 
     def picture(file: Path) -> NDArray[np.float32]:
         try:
-            with Image.open(file) as opened:
-                image = opened.convert(mode)
+            with Image.open(file) as stream:
+                image = stream.convert(mode)
         except OSError as error:
             raise ConfigError(f"data.path = {str(file)!r}: {error}; give pictures that can be read") from None
         scale = size / min(image.size)

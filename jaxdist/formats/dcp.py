@@ -12,7 +12,7 @@ from jaxdist.formats.naming import MODEL, plain
 from jaxdist.formats.refusals import loading
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import GROUPS, OPTIMIZER, SCHEDULER, STEP
-from jaxdist.formats.torch_zips import Place, opened
+from jaxdist.formats.torch_zips import Place, open_zip
 
 COPY = "use another checkpoint, or a copy"  # where a file of one is damaged
 
@@ -42,9 +42,9 @@ def part_prefixes(entries: Mapping[str, Shape | None]) -> tuple[dict[str, str], 
     holds = (o for o in optimizers if any(name.startswith((f"{o}{STATE}", f"{o}{GROUPS}")) for name in entries))
     optimizer = next(holds, f"{outer}{PREFIXES['optimizer']}")
     beside = (*optimizers, *(f"{outer}{part}" for part in BESIDE))
-    given = [name for name in tensors if name != step and not name.startswith(beside)]
-    prefixes = {"model": _before(given, outer), "optimizer": optimizer, "step": step}
-    return prefixes, [name for name in given if name.startswith(prefixes["model"])]
+    weights = [name for name in tensors if name != step and not name.startswith(beside)]
+    prefixes = {"model": _before(weights, outer), "optimizer": optimizer, "step": step}
+    return prefixes, [name for name in weights if name.startswith(prefixes["model"])]
 
 
 def _is_one_number(shape: Shape | None) -> bool:
@@ -52,12 +52,13 @@ def _is_one_number(shape: Shape | None) -> bool:
     return shape is None or math.prod(shape) == 1
 
 
-def _before(given: Sequence[str], outer: str) -> str:
+def _before(weights: Sequence[str], outer: str) -> str:
     """Prefix of the parameters, as `model.`; "" if it is part of the model or of a wrapper: then other parameters,
     which are not averages, lie beside it."""
     for begun in (f"{outer}{key}." for key in MODEL):
-        inside = {plain(name.removeprefix(begun)) for name in given if name.startswith(begun)}
-        beside = [n.removeprefix(outer) for n in given if not n.startswith(begun) and n.endswith((".weight", ".bias"))]
+        inside = {plain(name.removeprefix(begun)) for name in weights if name.startswith(begun)}
+        others = [n for n in weights if not n.startswith(begun) and n.endswith((".weight", ".bias"))]
+        beside = [n.removeprefix(outer) for n in others]
         if inside and all(plain(name).partition(".")[2] in inside for name in beside):
             return begun
     return outer
@@ -71,7 +72,7 @@ def check_part(folder: Path, name: str, found: Any) -> None:
         with loading(path, COPY):
             if not size_of(path):
                 raise ValueError("it is empty")
-            opened(path, Place(found.offset, found.length))
+            open_zip(path, Place(found.offset, found.length))
     except ConfigError as error:
         raise ConfigError(f"{folder}: tensor {name}: {error}") from None
 

@@ -417,9 +417,9 @@ class Universal(Zero):
     def kept(self, kind: str) -> dict[str, Leaf]:
         """Name -> that kind of numbers of each trained parameter. Raises ConfigError."""
         shapes = {name: shape for group in self.shapes for name, shape in group.items()}
-        return {name: self.whole(self.file(name, kind), kind, name, shape) for name, shape in shapes.items()}
+        return {name: self.merged_leaf(self.file(name, kind), kind, name, shape) for name, shape in shapes.items()}
 
-    def whole(self, file: Path, kind: str, name: str, shape: Shape) -> Leaf:
+    def merged_leaf(self, file: Path, kind: str, name: str, shape: Shape) -> Leaf:
         """The tensor of a file. Raises ConfigError."""
         held = self.reader.load(file)
         tensor = held.get("param") if isinstance(held, dict) else held

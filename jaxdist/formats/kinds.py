@@ -31,7 +31,7 @@ class CheckpointKind:
     state: bool = False
     """Whether it holds an optimizer's state and a step."""
     rates: bool = False
-    """Whether such an optimizer is torch's, which has learning rates and no schedule; `opened` takes --peak then."""
+    """Whether such an optimizer is torch's, which has learning rates but no schedule: `read_content` takes --peak."""
 
     @property
     def padded(self) -> bool:

@@ -36,8 +36,8 @@ def notes(path: Path, tree: Any) -> list[str]:
 
 def told_beside(path: Path) -> Experiment | None:
     """The experiment of the config.json beside a torch file; None where there is none. Raises ConfigError."""
-    beside = path.parent / CONFIG
-    return experiment_for(read_model(path.parent).model_dump(), source=str(beside)) if beside.exists() else None
+    file = path.parent / CONFIG
+    return experiment_for(read_model(path.parent).model_dump(), source=str(file)) if file.exists() else None
 
 
 def fitted(source: str, model: Model, tensors: Mapping[str, Shaped]) -> Model:

@@ -29,31 +29,31 @@ def plain(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
-def recognized(source: str, given: Mapping[str, Shaped], model: Model) -> tuple[str, dict[str, str]]:
+def recognized(source: str, entries: Mapping[str, Shaped], model: Model) -> tuple[str, dict[str, str]]:
     """The naming that has most of the given tensors, of two with the same names the one in which they lie as given, and
     its names -> those given. Raises ConfigError where two are one."""
     known = tables_of(model.family)
-    found = {naming: inverted(source, given, naming, model) for naming in known}
+    found = {naming: inverted(source, entries, naming, model) for naming in known}
 
     def agreeing(naming: str) -> tuple[int, int]:
         table, names = known[naming], found[naming]
-        return sum(map(_kinds(table).__contains__, map(kind, names))), _lying(table, names, given)
+        return sum(map(_kinds(table).__contains__, map(kind, names))), _lying(table, names, entries)
 
     best = max(known, key=agreeing)
     return best, found[best]
 
 
-def as_named_by_transformers(family: str, given: Mapping[str, Shaped]) -> Table:
+def as_named_by_transformers(family: str, entries: Mapping[str, Shaped]) -> Table:
     """The table with transformers' names in which matrices lie as given: nanoGPT has the same names."""
     known = tables_of(family)
     tables = [table for table in known.values() if _kinds(table) == _kinds(table_of_files(family))]
-    return max(tables, key=lambda table: _lying(table, {name: name for name in given}, given))
+    return max(tables, key=lambda table: _lying(table, {name: name for name in entries}, entries))
 
 
-def _lying(table: Table, names: Mapping[str, str], given: Mapping[str, Shaped]) -> int:
+def _lying(table: Table, names: Mapping[str, str], entries: Mapping[str, Shaped]) -> int:
     """How many matrices of several parameters, which have more outputs than inputs, lie as in the table."""
     fused = {kind(row.theirs): row.transpose for row in table.rows if len(row.ours) > 1}
-    shapes = [(fused[kind(full)], given[name].shape) for full, name in names.items() if kind(full) in fused]
+    shapes = [(fused[kind(full)], entries[name].shape) for full, name in names.items() if kind(full) in fused]
     return sum(transpose == (shape[0] > shape[1]) for transpose, shape in shapes if len(shape) == 2)
 
 
@@ -69,9 +69,9 @@ def _kinds(table: Table) -> set[str]:
 def inverted(source: str, names: Iterable[str], naming: str, model: Model) -> dict[str, str]:
     """Full name -> name in the file; a tied head that is there alone is the embedding, of which safetensors may have
     kept that name. Raises ConfigError where two tensors are the same parameter."""
-    table, found, given = table_of(naming, model), dict[str, str](), list(names)
-    prefix = outer(map(plain, given), table)
-    for name in given:
+    table, found, entries = table_of(naming, model), dict[str, str](), list(names)
+    prefix = outer(map(plain, entries), table)
+    for name in entries:
         parameter = table.full_name(plain(name).removeprefix(prefix))
         if parameter in found:
             raise ConfigError(f"{source}: tensors {found[parameter]} and {name} are the same parameter; give each once")
@@ -98,8 +98,8 @@ def outer(names: Iterable[str], table: Table) -> str:
 def renaming(names: Mapping[str, str], naming: str, model: Model) -> Callable[[str], str]:
     """How to turn another list's names for the same parameters, an optimizer's or an average's, into full ones, of
     which `names` says what the weights' file calls them."""
-    table, given = table_of(naming, model), {plain(name): full for full, name in names.items()}
-    return lambda name: given.get(plain(name)) or table.full_name(plain(name))
+    table, entries = table_of(naming, model), {plain(name): full for full, name in names.items()}
+    return lambda name: entries.get(plain(name)) or table.full_name(plain(name))
 
 
 def carried(names: Mapping[str, str], naming: str, model: Model) -> dict[str, str]:
@@ -111,14 +111,14 @@ def carried(names: Mapping[str, str], naming: str, model: Model) -> dict[str, st
 def family_of(names: Iterable[str]) -> str:
     """The family whose tensors under some naming, ours among them, the most names are; `unknown` where none is."""
     layered = (re.sub(r"\.\d+\.", ".{layer}.", plain(name), count=1) for name in names)
-    given = [re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name) for name in layered]
+    entries = [re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name) for name in layered]
 
     def score(family: str) -> int:
         """Most names that are in one table of the family. Raises ConfigError where it has no tables."""
         tables = tables_of(family).values()
         known = [{name for row in table.rows for name in (row.theirs, *row.ours)} for table in tables]
         return max(
-            sum(not names.isdisjoint((name, table.prefix + name)) for name in given)
+            sum(not names.isdisjoint((name, table.prefix + name)) for name in entries)
             for table, names in zip(tables, known, strict=True)
         )
 

@@ -85,8 +85,8 @@ def arrays(checkpoint: Path) -> dict[str, "ts.TensorStore"]:
                 return {"driver": "ocdbt", "base": base, "path": f"{name}/"}
             return base | {"path": f"{base['path']}{name}/"}
 
-        opened = {n: ts.open({"driver": driver, "kvstore": store(n)}, open=True, context=context) for n in names}
-        found = {name: array.result() for name, array in opened.items()}
+        futures = {n: ts.open({"driver": driver, "kvstore": store(n)}, open=True, context=context) for n in names}
+        found = {name: array.result() for name, array in futures.items()}
         for name, array in found.items():
             check_chunks(name, array)
         return found

@@ -22,7 +22,7 @@ ORIGIN, FILES, SAID = "origin", "files", "origin.json"
 NAMED = 8  # of what stays behind
 
 
-class Beside(NamedTuple):
+class CompanionFiles(NamedTuple):
     """The files beside weights by name, the dtype of these by numpy's name, or "" where it is not one, and the names
     of files that stay behind."""
 
@@ -31,7 +31,7 @@ class Beside(NamedTuple):
     left: tuple[str, ...] = ()
 
 
-def beside(source: Path | None) -> Beside | None:
+def companion_files(source: Path | None) -> CompanionFiles | None:
     """Files beside the weights of a Hugging Face folder, or of a run that keeps them; None without such files.
 
     Raises ConfigError where it is damaged, or too large.
@@ -40,7 +40,7 @@ def beside(source: Path | None) -> Beside | None:
         return None
     if (source / CONFIG).is_file():
         files, left = files_of(source)
-        return Beside(files, _dtype(source), tuple(name for name in left if not OTHER_WEIGHTS.fullmatch(name)))
+        return CompanionFiles(files, _dtype(source), tuple(name for name in left if not OTHER_WEIGHTS.fullmatch(name)))
     run = run_of(checkpoint_in(source))
     folder = run / ORIGIN if run else None
     if folder is None or not (folder / SAID).is_file():
@@ -49,13 +49,13 @@ def beside(source: Path | None) -> Beside | None:
         raise ConfigError(f"{folder} is damaged: {reason}; remove it, or use a copy")
     files = files_of(folder / FILES)[0] if (folder / FILES).is_dir() else {}
     dtype = read_json(folder / SAID).get("dtype", "")
-    return Beside(files, dtype if isinstance(dtype, str) else "") if CONFIG in files else None
+    return CompanionFiles(files, dtype if isinstance(dtype, str) else "") if CONFIG in files else None
 
 
-def begin(folder: RunFolder, experiment: Experiment, step: int, found: Callable[[], Beside | None]) -> None:
+def begin(folder: RunFolder, experiment: Experiment, step: int, found: Callable[[], CompanionFiles | None]) -> None:
     """Create the run folder of a run that goes on after `step`; one without a checkpoint keeps what is `found`.
 
-    Raises ConfigError as `RunFolder.create` and `beside` do, TrainingError where there is no room.
+    Raises ConfigError as `RunFolder.create` and `companion_files` do, TrainingError where there is no room.
     """
     folder.create(experiment, from_step=step)
     if steps_in(folder.checkpoints):
@@ -68,7 +68,7 @@ def begin(folder: RunFolder, experiment: Experiment, step: int, found: Callable[
                 say(f"what stays behind of the folder that the run begins with: {', '.join(kept.left[:NAMED])}")
 
 
-def keep(run: Path, found: Beside) -> None:
+def keep(run: Path, found: CompanionFiles) -> None:
     """Write `origin/` of the run folder `run`, whole or not at all."""
     partial = run / f"{ORIGIN}.tmp"
     shutil.rmtree(partial, ignore_errors=True)

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxdist.config import ConfigError, Experiment
-from jaxdist.formats.origin import Beside, begin, beside
+from jaxdist.formats.origin import CompanionFiles, begin, companion_files
 from jaxdist.runs.folder import RunFolder
 
 CONFIG = {"model_type": "llama", "dtype": "float16"}
@@ -29,8 +29,8 @@ def folder(path: Path, *dtypes: type) -> Path:
 
 def run(path: Path, source: Path | None, step: int = 0) -> Path:
     """A run that begins with a source, as far as its checkpoint."""
-    with RunFolder(path, Experiment(), resume=path.exists()) as opened:
-        begin(opened, Experiment(), step, lambda: beside(source))
+    with RunFolder(path, Experiment(), resume=path.exists()) as run_folder:
+        begin(run_folder, Experiment(), step, lambda: companion_files(source))
     return path
 
 
@@ -49,7 +49,7 @@ def saved(path: Path, step: int) -> Path:
     ],
 )
 def test_files_and_dtype_of_a_folder(dtypes: list[type], right: str, tmp_path: Path) -> None:
-    found = beside(folder(tmp_path / "hf", *dtypes))
+    found = companion_files(folder(tmp_path / "hf", *dtypes))
     assert found and found.files.keys() == {"config.json", "tokenizer.json", "notes.txt"}
     assert found.dtype == right and found.left == (".hidden",)
 
@@ -58,10 +58,10 @@ def test_a_run_that_begins_with_a_run_keeps_what_that_kept(tmp_path: Path) -> No
     source = folder(tmp_path / "hf", np.float32)
     first = saved(run(tmp_path / "a", source), 3)
     for given in (first, first / "checkpoints/3"):
-        assert beside(given) == beside(source)._replace(left=())  # type: ignore[union-attr]
+        assert companion_files(given) == companion_files(source)._replace(left=())  # type: ignore[union-attr]
     second = run(tmp_path / "b", first)
     assert (second / "origin/files/tokenizer.json").read_text() == "{}"
-    assert beside(saved(tmp_path / "none", 1)) is None and beside(None) is None
+    assert companion_files(saved(tmp_path / "none", 1)) is None and companion_files(None) is None
 
 
 def test_only_the_beginning_writes(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
     path = saved(run(tmp_path / "run", folder(tmp_path / "hf", np.float32)), 1)
     (path / "origin/files/tokenizer.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"origin is damaged: its file files/tokenizer.json .*; remove it"):
-        beside(path)
+        companion_files(path)
 
 
 def test_what_stays_behind_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", folder(tmp_path / "hf", np.float32))
     assert capsys.readouterr().out == "what stays behind of the folder that the run begins with: .hidden\n"
-    assert Beside({}).left == ()
+    assert CompanionFiles({}).left == ()

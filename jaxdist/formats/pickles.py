@@ -63,9 +63,9 @@ class Careful(_Unpickler):  # type: ignore[misc]
             if isinstance(value, int) and value.bit_length() > WIDEST:
                 raise ValueError(f"it has a key of a number of {value.bit_length():,} bits")
 
-    def charge(self, given: Any) -> None:
+    def charge(self, arguments: Any) -> None:
         """Raises ValueError where calls, with what this one is given, copy far more than there is."""
-        for value in self.written_out(given):
+        for value in self.written_out(arguments):
             self.left -= 1 + (len(value) if isinstance(value, Sized) and not isinstance(value, tuple) else 0)
         if self.left < 0:
             raise ValueError("its calls copy more than the whole file")

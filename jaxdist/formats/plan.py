@@ -29,10 +29,10 @@ class Parts(NamedTuple):
 def parted(naming: str, model: Model, names: Iterable[str]) -> Parts:
     """Parameters, buffers that the model makes anew, and a tied head apart."""
     table = table_of(naming, model)
-    given = list(names)
-    buffers = [name for name in given if table.ignored.search(name)]
-    head = table.head if model.tied and table.head in given else None
-    return Parts([name for name in given if name not in {*buffers, head}], buffers, head)
+    entries = list(names)
+    buffers = [name for name in entries if table.ignored.search(name)]
+    head = table.head if model.tied and table.head in entries else None
+    return Parts([name for name in entries if name not in {*buffers, head}], buffers, head)
 
 
 def embedding(naming: str, model: Model) -> str:
@@ -77,12 +77,12 @@ class Plan(NamedTuple):
         check_tensors(source, found, {name: tensor.shape for name, tensor in self.tensors.items()})
 
 
-def plan_of(source: str, given: Mapping[str, Shaped], model: Model, shapes: Mapping[str, Shape]) -> Plan:
+def plan_of(source: str, entries: Mapping[str, Shaped], model: Model, shapes: Mapping[str, Shape]) -> Plan:
     """The plan of a source with these tensors, by whose names their naming is recognized.
 
     `shapes`: those of the model's parameters as jaxdist has them. Raises ConfigError where two are one.
     """
-    naming, found = recognized(source, given, model)
+    naming, found = recognized(source, entries, model)
     return Plan(found, parted(naming, model, found), stored(naming, model, shapes), embedding(naming, model))
 
 

@@ -33,7 +33,7 @@ from jaxdist.formats.own_files import files_of
 from jaxdist.formats.refusals import incomplete, is_torch_zip, mapped, refusal, several
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS, TORCH_REF
 from jaxdist.formats.torch_files import SUFFIXES
-from jaxdist.runs.checkpoints import Looked, canonical, checkpoint_in, whole
+from jaxdist.runs.checkpoints import Looked, canonical, checkpoint_in, whole_checkpoint
 
 
 def is_torch(path: Path) -> bool:
@@ -86,7 +86,7 @@ def kind_of(path: Path) -> str:
         if error := several(path, kind_at) or incomplete(path):
             raise error
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
-        if (old := beside(path.resolve(), "old")).exists() and not path.exists():
+        if (old := sibling(path.resolve(), "old")).exists() and not path.exists():
             missing += f", it was being replaced when a conversion was killed, and lies in {old}"
         raise ConfigError(
             f"{path}: {missing}; give a run folder, its checkpoints/<step>, a folder with config.json and "
@@ -96,7 +96,7 @@ def kind_of(path: Path) -> str:
     return found
 
 
-def beside(path: Path, part: str) -> Path:
+def sibling(path: Path, part: str) -> Path:
     """Temporary paths of a conversion beside its target, which it creates and removes."""
     return path.parent / f".{path.name}.jaxdist-{part}"
 
@@ -127,7 +127,7 @@ class Found:
 
 def located(path: Path, verify: Looked = "checksums") -> Path:
     """The verified checkpoint that a run folder stands for; any other path itself. Raises ConfigError."""
-    return canonical(whole(path, verify)) if kind_of(path) in ("orbax", "dcp") else path
+    return canonical(whole_checkpoint(path, verify)) if kind_of(path) in ("orbax", "dcp") else path
 
 
 def found(path: Path, reader: Reader) -> Found:
@@ -161,13 +161,13 @@ def _bin(path: Path, reader: Reader) -> Found:
 
 
 def _orbax(path: Path, reader: Reader) -> Found:
-    checkpoint = whole(path, "small")
+    checkpoint = whole_checkpoint(path, "small")
     told = orbax.read_experiment(checkpoint)
     return Found(path, orbax.read(path, checkpoint, told.model, reader), told)
 
 
 def _dcp(path: Path, reader: Reader) -> Found:
-    checkpoint = whole(path, "small")
+    checkpoint = whole_checkpoint(path, "small")
     leaves, file = reader.distributed(checkpoint), checkpoint / EXPERIMENT
     if not leaves:
         raise no_weights(path, checkpoint)

@@ -82,33 +82,33 @@ class Rehearsal(Careful):
         return CallResult(0)
 
     def load_reduce(self) -> None:
-        given, called = self.stack.pop(), self.stack.pop()
-        self.append(self.made(called, given))
+        arguments, called = self.stack.pop(), self.stack.pop()
+        self.append(self.made(called, arguments))
 
     load_newobj = load_reduce
 
     def load_build(self) -> None:
         self.charge(self.stack.pop())
 
-    def made(self, called: Any, given: Any) -> CallResult:
+    def made(self, called: Any, arguments: Any) -> CallResult:
         """The placeholder of the result of a call."""
-        self.charge(given)
-        if not isinstance(called, Named) or not isinstance(given, tuple):
+        self.charge(arguments)
+        if not isinstance(called, Named) or not isinstance(arguments, tuple):
             raise UnpicklingError("it calls what has no name")
-        match called.name, given:
+        match called.name, arguments:
             case name, (Named() as inner, _, tuple() as inside, _) if name == TYPED:
                 return self.made(inner, inside)
             case name, (str() as text, "latin1" | "latin-1") if name in (BYTES, BYTEARRAY):
                 return Bytes(len(text))
             case name, () | (Bytes(),) if name == BYTEARRAY:
-                return CallResult(sum(map(len, given)))
+                return CallResult(sum(map(len, arguments)))
             case name, (list() as items,) if name in SETS:
                 for item in items:
                     self.hashes(tuple(item) if isinstance(item, list) else item)  # a list is a key and a value
                 return CallResult(len(items))
             case name, () | (dict(),) if name in SETS:
-                return CallResult(sum(map(len, given)))
-            case name, _ if name in PLAIN and not any(isinstance(x, CallResult) for x in self.written_out(given)):
+                return CallResult(sum(map(len, arguments)))
+            case name, _ if name in PLAIN and not any(isinstance(x, CallResult) for x in self.written_out(arguments)):
                 return CallResult(0)
             case name, _ if name == QUANTIZED:
                 raise ValueError("it has a tensor that is quantized")

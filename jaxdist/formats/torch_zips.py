@@ -101,7 +101,7 @@ def _content(file: IO[bytes], places: dict[str, Place], name: str) -> bytes:
     return file.read(size)
 
 
-def opened(path: Path, part: Place | None = None) -> tuple[bytes, dict[str, Place]]:
+def open_zip(path: Path, part: Place | None = None) -> tuple[bytes, dict[str, Place]]:
     """The pickle of a file, or of a part of it, and the places of all records in the file.
 
     Raises OSError, ValueError or BadZipFile, and ConfigError for numbers of another byte order.

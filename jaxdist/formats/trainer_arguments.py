@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.formats.pickles import Careful
-from jaxdist.formats.torch_zips import is_zip, opened
+from jaxdist.formats.torch_zips import is_zip, open_zip
 
 FILE = "training_args.bin"
 NUMBER = (int, float)
@@ -23,8 +23,8 @@ TYPES: dict[str, tuple[type, ...]] = {
 class Thing:
     """Placeholder of a class or an object, with the arguments of its constructor and its state."""
 
-    def __init__(self, given: Any = ()) -> None:
-        self.given, self.state = given, dict[Any, Any]()
+    def __init__(self, arguments: Any = ()) -> None:
+        self.arguments, self.state = arguments, dict[Any, Any]()
 
 
 class Reader(Careful):
@@ -37,9 +37,9 @@ class Reader(Careful):
         return Thing()
 
     def load_reduce(self) -> None:
-        given = self.stack.pop()
-        self.charge(given)
-        self.stack[-1] = Thing(given)
+        arguments = self.stack.pop()
+        self.charge(arguments)
+        self.stack[-1] = Thing(arguments)
 
     load_newobj = load_reduce
 
@@ -55,7 +55,7 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         if not is_zip(folder / FILE):
             return {}
-        pickle, _ = opened(folder / FILE)
+        pickle, _ = open_zip(folder / FILE)
         found = Reader(io.BytesIO(pickle), len(pickle)).load()
     except Exception:  # of a file that is missing, damaged or hostile, many kinds: it stays behind, by name
         return {}
@@ -66,4 +66,5 @@ def read(folder: Path) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """The value of an Enum member, which is constructed from it; other values unchanged."""
-    return value.given[0] if isinstance(value, Thing) and isinstance(value.given, tuple) and value.given else value
+    made_of = value.arguments if isinstance(value, Thing) else ()
+    return made_of[0] if isinstance(made_of, tuple) and made_of else value

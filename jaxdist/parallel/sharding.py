@@ -88,8 +88,8 @@ class ParamSpec:
         """Its dimension counts from the end, so that it holds with and without the layer axis. Experts, which `expert`
         gives to devices already, are cut over the other axes."""
         dim = next((i - len(self.axes) for i, axis in enumerate(self.axes) if RULES.get(axis) == "fsdp"), -1)
-        whole = self.statistic or self.axes in [(axis,) for axis in REPLICATED]
-        shards = () if whole else tuple(axis for axis in SHARDS if axis not in self.model_axes)
+        replicated = self.statistic or self.axes in [(axis,) for axis in REPLICATED]
+        shards = () if replicated else tuple(axis for axis in SHARDS if axis not in self.model_axes)
         return ShardDim(dim, shards, tuple(axis for axis in LOSS_AXES if axis not in (*shards, *self.model_axes)))
 
     @cached_property
@@ -139,10 +139,10 @@ class ParamSpec:
         for axis in self.axes:
             if axis not in RULES:
                 raise ConfigError(f"parameter {self.name}: logical axis {axis!r} is none; {nearest(axis, RULES)}")
-        given = [(own,) if (own := RULES[axis]) in MODEL_AXES else () for axis in self.axes]
+        by_model = [(own,) if (own := RULES[axis]) in MODEL_AXES else () for axis in self.axes]
         sharded = [(*axes, *self.shard_dim.axes) if dim == self.shard_dim.dim else axes
-                   for dim, axes in enumerate(given, start=-len(given))]  # fmt: skip
-        return tuple(given), tuple(sharded)
+                   for dim, axes in enumerate(by_model, start=-len(by_model))]  # fmt: skip
+        return tuple(by_model), tuple(sharded)
 
     def partition_spec(self, sharded: bool, kept: tuple[int, ...] = ()) -> P:
         """The PartitionSpec, with or without the split over fsdp; or that of what is `kept` of it, of such a shape."""

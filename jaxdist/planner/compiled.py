@@ -48,8 +48,8 @@ def compile_plan(experiment: Experiment, device: Hardware | None = None) -> Comp
     for collective in traffic.count(traced.jaxpr):
         sent[collective.axis.partition("+")[0]] += collective.bytes  # type: ignore[assignment]
     held: dict[str, Any] = metrics.memory(program, traced, compiled)
-    beside = overlaps(compiled.as_text()) if gpu else []
-    return Compiled("gpu" if gpu else "cpu", held, dict(sent), time.perf_counter() - began, beside)
+    overlapped = overlaps(compiled.as_text()) if gpu else []
+    return Compiled("gpu" if gpu else "cpu", held, dict(sent), time.perf_counter() - began, overlapped)
 
 
 def mesh_of(experiment: Experiment, gpu: Hardware | None) -> Mesh:

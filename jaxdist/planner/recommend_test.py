@@ -36,7 +36,7 @@ def settings(plan: Plan) -> dict[str, str]:
 
 
 def every(plan: Plan, **axes: int) -> Iterator[Plan]:
-    """All plans on as many devices whose axes other than FREE_AXES are the plan's, or `axes`: also what no search tries."""
+    """All plans on as many devices with any FREE_AXES and the plan's other axes, or `axes`: more than are searched."""
     model = {axis: plan.mesh[axis] for axis in AXES if axis not in FREE_AXES} | axes
     rest, batch = plan.devices // math.prod(model.values()), plan.experiment.train.batch
     meshes = [model | {"data": rest // n, "fsdp": n} for n in range(1, rest + 1) if rest % n == 0]

@@ -165,10 +165,10 @@ def seal(folder: Path, known: Mapping[str, str] = EMPTY, **facts: Any) -> None:
             name: {"bytes": file.stat().st_size, WRITTEN: found}
             for name, file, found in zip(names, files, sums, strict=True)
         }
-    beside = folder / f"{MANIFEST}.tmp"
-    beside.write_text(json.dumps(facts | {"files": entries}, indent=1) + "\n", encoding="utf-8")
-    synchronize(beside)
-    beside.rename(folder / MANIFEST)
+    temporary = folder / f"{MANIFEST}.tmp"
+    temporary.write_text(json.dumps(facts | {"files": entries}, indent=1) + "\n", encoding="utf-8")
+    synchronize(temporary)
+    temporary.rename(folder / MANIFEST)
     synchronize(folder)
 
 
@@ -189,11 +189,11 @@ def never() -> bool:
 def checksum(file: Path, kind: str = WRITTEN, ended: Callable[[], bool] = never) -> str:
     """Checksum of the whole file; incomplete if it is `ended` early."""
     found = CHECKSUMS[kind]()
-    with file.open("rb", buffering=0) as opened:
+    with file.open("rb", buffering=0) as stream:
         if hasattr(os, "posix_fadvise"):  # macOS has none
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-        block = memoryview(bytearray(min(BLOCK, os.fstat(opened.fileno()).st_size)))
-        while not ended() and (read := opened.readinto(block)):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        block = memoryview(bytearray(min(BLOCK, os.fstat(stream.fileno()).st_size)))
+        while not ended() and (read := stream.readinto(block)):
             found.update(block[:read])
     return str(found.hexdigest())
 
@@ -337,7 +337,7 @@ def run_of(checkpoint: Path) -> Path | None:
     return folder.parent if folder.name == FOLDER else None
 
 
-def whole(path: Path, verify: Looked = "checksums") -> Path:
+def whole_checkpoint(path: Path, verify: Looked = "checksums") -> Path:
     """A run folder stands for its newest whole checkpoint; a checkpoint for itself, if it is whole.
 
     What has no manifest and is in no run folder was written by another program, and passes. Raises ConfigError.

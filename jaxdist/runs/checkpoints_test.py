@@ -31,7 +31,7 @@ from jaxdist.runs.checkpoints import (
     steps_in,
     thin,
     unfinished,
-    whole,
+    whole_checkpoint,
 )
 from jaxdist.runs.display import kept
 
@@ -174,9 +174,9 @@ def test_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "its file deep/b has changed since it was written; going back to step 2",
         f"it has no {MANIFEST}; going back to step 2",
     ]
-    assert whole(tmp_path) == run / "2" and checkpoint_in(tmp_path) == run / "10"
+    assert whole_checkpoint(tmp_path) == run / "2" and checkpoint_in(tmp_path) == run / "10"
     with pytest.raises(ConfigError, match=r"checkpoint .*/10 is damaged: its file deep/b has changed"):
-        whole(run / "10")
+        whole_checkpoint(run / "10")
     flip(run / "2" / "a")
     with pytest.raises(ConfigError, match=r"10 is damaged: .* no other is whole"):
         newest_whole(run)
@@ -185,10 +185,10 @@ def test_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_checkpoint_of_a_run_without_its_manifest(tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
     folder = write(tmp_path / "checkpoints", 2)
-    assert whole(folder) == folder
+    assert whole_checkpoint(folder) == folder
     (folder / MANIFEST).unlink()
     with pytest.raises(ConfigError, match=rf"2 is damaged: it has no {MANIFEST}"):
-        whole(folder)
+        whole_checkpoint(folder)
 
 
 def test_a_copy_under_the_name_of_another_step(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_known_checksums_are_not_computed_again(tmp_path: Path) -> None:
 
 
 def test_what_others_wrote_has_no_manifest_and_passes(tmp_path: Path) -> None:
-    assert whole(tmp_path) == tmp_path and newest_whole(tmp_path / "none") is None
+    assert whole_checkpoint(tmp_path) == tmp_path and newest_whole(tmp_path / "none") is None
 
 
 def test_what_was_interrupted_is_dropped_and_what_comes_later_set_aside(tmp_path: Path) -> None:

@@ -274,22 +274,22 @@ class RunFolder:
 def append(file: Path, text: str) -> None:
     """Add to `file` all of `text` or nothing of it. Raises OSError."""
     content = text.encode()
-    with file.open("ab", buffering=0) as opened:
-        size = opened.tell()
+    with file.open("ab", buffering=0) as stream:
+        size = stream.tell()
         try:
             while content:  # what a full disk takes in part fails at the rest, with the reason
-                content = content[opened.write(content) :]
+                content = content[stream.write(content) :]
         except OSError:
-            opened.truncate(size)
+            stream.truncate(size)
             raise
 
 
 def replace(file: Path, text: str) -> None:
     """Write `file` whole or not at all: a kill, or a loss of power, leaves what was there before."""
-    beside = file.with_name(f"{file.name}{BESIDE}")
-    beside.write_text(text, encoding="utf-8")
-    synchronize(beside)
-    beside.replace(file)
+    temporary = file.with_name(f"{file.name}{BESIDE}")
+    temporary.write_text(text, encoding="utf-8")
+    synchronize(temporary)
+    temporary.replace(file)
     synchronize(file.parent)
 
 

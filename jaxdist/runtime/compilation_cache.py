@@ -84,14 +84,14 @@ class Cache(CacheInterface):
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a program."""
-        beside = self._path / f"{key}.{os.getpid()}"
+        temporary = self._path / f"{key}.{os.getpid()}"
         try:
-            beside.write_bytes(xxhash.xxh3_128_digest(value) + value)
-            beside.replace(self._path / key)
+            temporary.write_bytes(xxhash.xxh3_128_digest(value) + value)
+            temporary.replace(self._path / key)
             self._make_room()
         except OSError:
             with suppress(OSError):
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
 
     def _make_room(self) -> None:
         files = [file for file in self._path.iterdir() if file.is_file()]

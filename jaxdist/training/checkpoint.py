@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxdist.config import Checkpoint, ConfigError, Experiment
 from jaxdist.formats.orbax import is_checkpoint, read_experiment
-from jaxdist.runs.checkpoints import Looked, Saves, canonical, publish, sweep, thin, unfinished, whole
+from jaxdist.runs.checkpoints import Looked, Saves, canonical, publish, sweep, thin, unfinished, whole_checkpoint
 from jaxdist.runtime.processes import agreement, first, from_first, together
 from jaxdist.training.step import TrainState
 
@@ -133,7 +133,7 @@ def locate(path: Path, verify: Looked = "checksums") -> Path:
     """
     if not is_checkpoint(path):
         raise ConfigError(f"{path} is no jaxdist checkpoint; give a run folder or its checkpoints/<step>")
-    return canonical(whole(path, verify))
+    return canonical(whole_checkpoint(path, verify))
 
 
 def read(path: Path) -> Saved:

@@ -78,7 +78,7 @@ def items(handler: Callable[[], ocp.CheckpointHandler]) -> ocp.CompositeCheckpoi
 
 
 @contextmanager
-def opened(
+def open_reader(
     path: Path, handler: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
 ) -> Iterator[ocp.Checkpointer]:
     """A reader of the checkpoint `path`. Raises ConfigError for a damaged one."""
@@ -89,7 +89,7 @@ def opened(
 def restore(path: Path, **abstract: Any) -> Any:
     """Items of the checkpoint `path`, laid out as ShapeDtypeStructs with shardings. Raises ConfigError."""
     wanted = {item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()}
-    with opened(path) as reader:
+    with open_reader(path) as reader:
         found, here = dict(reader.metadata(path).item_metadata["parameters"]), abstract["parameters"]
         check_shapes(f"checkpoint {path}", *({n: tuple(a.shape) for n, a in tree.items()} for tree in (found, here)))
         return reader.restore(path, args=ocp.args.Composite(**wanted))
@@ -97,7 +97,7 @@ def restore(path: Path, **abstract: Any) -> Any:
 
 def on_host(path: Path, item: str) -> Any:
     """An item of the checkpoint `path` as numpy arrays. Raises ConfigError."""
-    with opened(path, ocp.PyTreeCheckpointHandler) as reader:
+    with open_reader(path, ocp.PyTreeCheckpointHandler) as reader:
         tree = reader.metadata(path).item_metadata[item].tree
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=to_host)})

@@ -97,13 +97,13 @@ class Step:
         """Sum of this device's cross-entropy, nats, and what the model makes. `weights`: parameters as `gathered`;
         `stages`: which of the blocks they are."""
         inputs, targets = batch
-        given = {"valid_BT": targets != IGNORED} if getattr(self.model, "masks_padding", False) else {}
+        extra = {"valid_BT": targets != IGNORED} if getattr(self.model, "masks_padding", False) else {}
         if self.loss_chunks > 1:
             made = self.forward(
-                accumulators, weights, inputs, stages, targets_SN=chunked(targets, self.loss_chunks), **given
+                accumulators, weights, inputs, stages, targets_SN=chunked(targets, self.loss_chunks), **extra
             )
             return made.output, made
-        made = self.forward(accumulators, weights, inputs, stages, **given)
+        made = self.forward(accumulators, weights, inputs, stages, **extra)
         return cross_entropy(of_tokens(made.output, getattr(self.model, "config", None)), targets), made
 
     def forward(
@@ -112,12 +112,12 @@ class Step:
         weights: Arrays,
         inputs: jax.Array,
         stages: Stages = one_stage,
-        **given: jax.Array,
+        **extra: jax.Array,
     ) -> ModelOutput:
-        """The model's output for this device's rows. `given`: further arguments of its call, such as targets in
+        """The model's output for this device's rows. `extra`: further arguments of its call, such as targets in
         chunks."""
         parallel = replace(self.parallel, stages=stages)
-        made = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **given)
+        made = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **extra)
         return ModelOutput(*made) if isinstance(made, tuple) else ModelOutput(made)
 
     def gathered(self, parameters: Arrays) -> Arrays:

@@ -380,8 +380,8 @@ def by_block(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[
         updated = tensors if row.optimizer else 0
         # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
         for axes in filter(None, cut_alike(param_specs)):
-            whole = axes == SHARDS  # experts are summed with all else, or where the mesh splits them by themselves
-            yield first(mesh, ("data", *axes)), {"all_reduce": (int(whole), buckets), "broadcast": (0, SETTLED)}
+            least = int(axes == SHARDS)  # experts are summed with all else, or where the mesh splits them by themselves
+            yield first(mesh, ("data", *axes)), {"all_reduce": (least, buckets), "broadcast": (0, SETTLED)}
         if updated:
             yield first(mesh, SHARDS), {"broadcast": exactly(updated)}
         return

@@ -72,7 +72,7 @@ class TorchFootprint(DecoderFootprint):
         return not self.gpu or self.windowed or (grouped and self.compute > 2)
 
     @property
-    def whole(self) -> Arrays:
+    def without_remat(self) -> Arrays:
         arrays = dict(self.attending(self.tables.kept))
         if self.scores and self.gpu and not self.windowed:  # keys and values once for each head of queries
             arrays |= {"S": (0, 1), "Q": (arrays["Q"][0] + 2, arrays["Q"][1])}
@@ -82,15 +82,15 @@ class TorchFootprint(DecoderFootprint):
     def _moments(self) -> Iterator[dict[str, float]]:
         e, n, layers = self.experiment, self.shards, self.experiment.model.layers
         compute, gradients = self.compute, self.gradients
-        none, again = self.arrays(self.whole), self.arrays(self.least)
+        none, again = self.arrays(self.without_remat), self.arrays(self.least)
         p, replicates = e.precision, e.parallel.row.replicates
         mixed = len({p.parameters, p.compute, p.reduce}) > 1
         ddp = replicates and not mixed and self.mesh["tensor"] == 1
         stand = gradients * (ddp or e.train.accumulation > 1)  # DDP's buckets outlive the step
-        beside = gradients * (ddp and e.train.accumulation > 1)  # it accumulates outside of them
+        accumulated = gradients * (ddp and e.train.accumulation > 1)  # it accumulates outside of them
         block, ends = self.weights(True) / layers * compute, self.weights(False) * compute
         stay = not replicates and not e.parallel.reshards
-        whole = layers if stay else 2 if n > 1 else 1  # blocks: this one and the next, or all
+        gathered_blocks = layers if stay else 2 if n > 1 else 1  # blocks: this one and the next, or all
         always = {
             BATCH: 2 * self.tokens * e.train.accumulation * 8.0,
             ENDS: ends * (not ddp),
@@ -103,18 +103,18 @@ class TorchFootprint(DecoderFootprint):
         during = {
             AGAIN_ONE: none - again,
             INSIDE: inside,
-            WEIGHTS: block * (0 if ddp else whole + (2 if n > 1 else 1)),
+            WEIGHTS: block * (0 if ddp else gathered_blocks + (2 if n > 1 else 1)),
         }
         yield always | {
             GRADIENTS: stand,
-            FRESH: beside,
+            FRESH: accumulated,
             BLOCKS: self.kept,
             LAST: self.arrays(NORM),
             LOGITS: self.arrays({"V": (mixed, 3)}) / e.memory.loss_chunks + self.heads,
             WEIGHTS: block * (layers if stay else 0),
         }
-        yield always | {GRADIENTS: stand, FRESH: beside, BLOCKS: self.kept} | during
-        yield always | {GRADIENTS: gradients, FRESH: beside, BLOCKS: again} | during
+        yield always | {GRADIENTS: stand, FRESH: accumulated, BLOCKS: self.kept} | during
+        yield always | {GRADIENTS: gradients, FRESH: accumulated, BLOCKS: again} | during
         update = 2 * self.largest / (1 if ddp else n)
         yield {GRADIENTS: gradients, UPDATE: update, WORKSPACE: self.workspaces}
 
@@ -197,7 +197,7 @@ class Scratch:
         """The causes side by side, and last the rest of what was measured, by side: `memory` of summary.json."""
         jax, torch = self.peak(JAX), self.peak(TORCH)
         found = [Cause(name, jax.get(name, 0.0), torch.get(name, 0.0)) for name in NAMES]
-        rest = (beside(memory[side]) - sum(causes.values()) for side, causes in ((JAX, jax), (TORCH, torch)))
+        rest = (beyond_state(memory[side]) - sum(causes.values()) for side, causes in ((JAX, jax), (TORCH, torch)))
         return [cause for cause in found if cause.jax or cause.torch] + [Cause(UNEXPLAINED, *rest)]
 
 
@@ -206,6 +206,6 @@ def state(memory: Mapping[str, float]) -> float:
     return memory["parameters"] + memory["optimizer_state"] - memory.get("host", 0)
 
 
-def beside(memory: Mapping[str, float]) -> float:
+def beyond_state(memory: Mapping[str, float]) -> float:
     """Bytes that a run's peak takes beside its parameters and moments: its gradients and all that is temporary."""
     return memory["peak"] - state(memory)

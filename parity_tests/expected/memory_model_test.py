@@ -15,7 +15,7 @@ from jaxdist.parallel import rematerialization
 from jaxdist.planner.compiled import compile_plan
 from parity_tests.expected import collectives
 from parity_tests.expected.memory_causes import UNEXPLAINED
-from parity_tests.expected.memory_model import JAX, TORCH, Scratch, beside
+from parity_tests.expected.memory_model import JAX, TORCH, Scratch, beyond_state
 from parity_tests.proof import levels
 from parity_tests.runs.run import Run
 
@@ -65,7 +65,7 @@ MORE: list[dict[str, Any]] = [
 def test_what_a_compiled_step_takes(case: dict[str, Any]) -> None:
     e = experiment(**case)
     held = compile_plan(e).memory
-    assert sum(scratch(e).peak(JAX).values()) == pytest.approx(beside(held), rel=0.15)
+    assert sum(scratch(e).peak(JAX).values()) == pytest.approx(beyond_state(held), rel=0.15)
     assert holds(e, held)
 
 

@@ -43,7 +43,7 @@ def least(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str
     compute, reduced, param_itemsize = (
         ITEMSIZE[str(d)] for d in (e.precision.compute, e.precision.reduce, e.precision.parameters)
     )
-    whole = e.parallel.row.replicates
+    replicated = e.parallel.row.replicates
     n, x = math.prod(mesh[axis] for axis in SHARDS), tokens_of(e, mesh) * e.model.dim * compute
     found = dict.fromkeys(mesh, 0.0)
     found["pipeline"] = m * x * (2 * v - 1)
@@ -52,7 +52,7 @@ def least(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str
     found["tensor"] = ring_bytes("all_reduce", m * activations * x + partial * max(compute, 4), tensor)
     for name, numbers in own(param_specs, stages).items():
         size = numbers / (tensor if "tensor" in param_specs[name].mesh_axes(False) else 1)
-        if whole:
+        if replicated:
             found[first(mesh, TOKENS)] += ring_bytes("all_reduce", size * reduced, n * mesh["data"])
             if e.parallel.row.optimizer:
                 found[first(mesh, SHARDS)] += ring_bytes("broadcast", size * param_itemsize, n)
@@ -62,7 +62,7 @@ def least(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str
         found[first(mesh, SHARDS)] += ring_bytes("reduce_scatter", size * reduced, n)
         found["data"] += ring_bytes("all_reduce", size / n * reduced, mesh["data"])
     if e.model.tied:
-        embed = math.prod(param_specs["embed.embedding"].shape) / tensor / (1 if whole else n)
+        embed = math.prod(param_specs["embed.embedding"].shape) / tensor / (1 if replicated else n)
         found["pipeline"] += ring_bytes("all_reduce", embed * param_itemsize, 2)
     return found
 

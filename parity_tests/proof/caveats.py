@@ -134,9 +134,9 @@ def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
         if proof.noisy and not run.summary.get("arithmetic"):
             yield f"{run.side} does not tell in which dtype it computes softmax, norms, rotation and loss"
     steps, theirs = proof.experiment.train.steps, proof.pair("policy")[1]
-    if proof.whole and proof.whole > steps:
+    if proof.total_steps and proof.total_steps > steps:
         beyond = "; of the others the learning rate alone is compared" if theirs.summary.get("schedule") else ""
-        yield f"Steps 1 to {steps} of {proof.whole} were run{beyond}."
+        yield f"Steps 1 to {steps} of {proof.total_steps} were run{beyond}."
     if proof.reference not in REFERENCES:
         yield from left_out(proof, theirs)
     failed = [check for check in checks if not check.holds]

@@ -162,7 +162,7 @@ def may_differ(policy: Pair, double: Pair, still: Collection[str] = ()) -> float
     """The norm by which weights of a float32 run that is all there is of the other side may differ from those of our
     float64 run."""
     ours, exact = (vectors(run, still)[WEIGHTS] for run in (policy[0], double[0]))
-    cost = max(compare.whole(ours, exact), ROUNDING["float32"])
+    cost = max(compare.joint_error(ours, exact), ROUNDING["float32"])
     return LIMIT["float32"] * cost * compare.length(exact.values())
 
 
@@ -239,7 +239,7 @@ def vectors(run: Run, still: Collection[str] = ()) -> dict[str, Tensors]:
 def apart(a: Run, b: Run, still: Collection[str] = ()) -> dict[str, float]:
     """How far two runs are from each other in all that `a` has, relative."""
     theirs = vectors(b, still)
-    return {name: compare.whole(tensors, theirs.get(name, {})) for name, tensors in vectors(a, still).items()}
+    return {name: compare.joint_error(tensors, theirs.get(name, {})) for name, tensors in vectors(a, still).items()}
 
 
 def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]:

@@ -66,7 +66,7 @@ class Proof:
     device: str = "auto"
     reference: str = "torch"
     xla_flags: str = ""
-    whole: int | None = None  # steps of the run, where the proof is of its first ones
+    total_steps: int | None = None  # steps of the run, where the proof is of its first ones
     init: Path | None = None  # the Hugging Face folder that all runs start from
     done: dict[tuple[str, str], Run] = field(default_factory=dict)  # by side and kind
     known: dict[tuple[str, ...], Run] = field(default_factory=dict)  # by what made them: module, config, arguments
@@ -79,7 +79,7 @@ class Proof:
         steps = min(experiment.train.steps, first)
         recorded = {step for step in RECORDED if step < steps} | {steps}
         short = cls.shortened(experiment, steps, recorded)
-        return cls(short, folder, device, reference, whole=experiment.train.steps)
+        return cls(short, folder, device, reference, total_steps=experiment.train.steps)
 
     @classmethod
     def against(cls, reference: Run, experiment: Experiment, folder: Path, device: str = "auto") -> "Proof":
@@ -289,7 +289,7 @@ class Proof:
         ours, double = self.done[JAX, "policy"], self.done[JAX, "mesh"]
         both = 1 + levels.LIMIT[self.experiment.precision.compute]  # ours, and theirs up to this factor
         kept = {step: (ours.kept("gradient", step), double.kept("gradient", step)) for step in ours.gradient_steps}
-        return {step: both * compare.whole(*pair) for step, pair in kept.items()}
+        return {step: both * compare.joint_error(*pair) for step, pair in kept.items()}
 
     @property
     def overflows_by_chance(self) -> int:

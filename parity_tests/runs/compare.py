@@ -107,7 +107,7 @@ def states(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], zero_gradie
     return differences
 
 
-def whole(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
+def joint_error(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
     """Relative difference of all tensors as one vector; infinite where names differ."""
     if a.keys() != b.keys():
         return float("inf")

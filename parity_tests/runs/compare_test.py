@@ -56,7 +56,7 @@ def test_one_number_of_another_size_is_seen(flipped: float) -> None:
         w[3] = flipped if w[3] != flipped else -flipped
     differences = compare.states(wrong, right)
     assert min(differences.values()) > 0.3
-    assert compare.worst(differences)[1] > 1 and compare.whole(wrong, right) > 0.3
+    assert compare.worst(differences)[1] > 1 and compare.joint_error(wrong, right) > 0.3
 
 
 def test_what_is_no_number_is_the_worst() -> None:

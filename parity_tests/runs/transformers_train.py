@@ -59,7 +59,7 @@ from torch_ref.runtime.compat import all_gather_tensor, all_gather_tensor_autogr
 from torch_ref.train import fetch, metered
 from torch_ref.training.optim import grouped, rule_of
 from torch_ref.training.parallelize import check_offload, offload_policy
-from torch_ref.training.record import Arrays, array, whole
+from torch_ref.training.record import Arrays, array, gathered
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 logging.getLogger("torch.distributed.fsdp").setLevel(logging.ERROR)
@@ -365,7 +365,7 @@ class Keeping:
         """Under the names of files, in which experts lie one by one."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        found = {name: torch.from_numpy(a) for name, a in whole(tensors).items()}
+        found = {name: torch.from_numpy(a) for name, a in gathered(tensors).items()}
         self.arrays |= {f"{kind}/{name}": array(a) for name, a in revert_weight_conversion(self.model, found).items()}
 
     def gradients(self, kind: str) -> None:

@@ -69,7 +69,7 @@ def folder_of(path: Path, model: Model) -> Tensors:
 def read_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
     """What jaxdist places, under torch_ref's names and in its layout."""
     wanted = experiment_for(model.model_dump(), "test")
-    content = KINDS[kind_of(path)].format.opened(path, wanted, training=False)
+    content = KINDS[kind_of(path)].format.read_content(path, wanted, training=False)
     conversion = Conversion(resized(content, model), OWN, widen=True, nonfinite="refuse")
     found = as_torch({name: array for _, name, array in conversion.stream(PARAMETERS)})
     conversion.refuse(path, of_start(path))

@@ -149,7 +149,7 @@ def test_moments_go_out_and_come_back(made: TwoRuns, tmp_path: Path) -> None:
     assert {len(saved[name]) for name in OF_TOKENS[:2]} == {V}
     own = str(tmp_path / "run" / "config.toml")
     convert([str(tmp_path / "file.pt"), str(tmp_path / "back"), "--to", "orbax", "--model", own])
-    before, after = (KINDS[kind_of(path)].format.opened(path) for path in (tmp_path / "run", tmp_path / "back"))
+    before, after = (KINDS[kind_of(path)].format.read_content(path) for path in (tmp_path / "run", tmp_path / "back"))
     assert before.groups.keys() == after.groups.keys() > {PARAMETERS}
     assert before.experiment.model == after.experiment.model
     for group, leaves in before.groups.items():

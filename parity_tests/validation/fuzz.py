@@ -48,7 +48,7 @@ from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.hf import experiment_for, read_model, to_settings
 from jaxdist.formats.safetensors_files import Tensors
 from jaxdist.formats.torch_files import part
-from jaxdist.runs.checkpoints import MANIFEST, seal, whole
+from jaxdist.runs.checkpoints import MANIFEST, seal, whole_checkpoint
 from jaxdist.runs.display import console
 from torch_ref.formats.hf import Weights
 
@@ -197,7 +197,7 @@ def read_config(folder: Path) -> None:
     model = read_model(folder)
     assert model.layers * getattr(model, "experts", 1) < 1_000_000, "the tensors of each layer are looked for by name"
     assert model.input_kind == "tokens" or model.layers < 10_000, "the blocks are built one by one"
-    hf.opened(folder)
+    hf.read_content(folder)
 
 
 def read_config_by_torch(folder: Path) -> None:
@@ -206,7 +206,7 @@ def read_config_by_torch(folder: Path) -> None:
 
 def read_manifest(folder: Path) -> None:
     try:
-        whole(folder)
+        whole_checkpoint(folder)
     except ConfigError as error:
         str(error).encode()  # it is printed where another checkpoint takes the place of this one
         raise
@@ -216,7 +216,7 @@ def read_manifest(folder: Path) -> None:
 
 def read_torch(folder: Path) -> None:
     file = folder / TORCH
-    read_all(torch_files.opened(file, experiment_for(MODEL.model_dump(), "fuzz")))
+    read_all(torch_files.read_content(file, experiment_for(MODEL.model_dump(), "fuzz")))
     found, right = torch_files.described(file), dict[str, Any]()
     with suppress(Exception), torch_numpy.allowed():  # what torch itself refuses says nothing
         tree = torch.load(file, weights_only=True)
@@ -227,7 +227,7 @@ def read_torch(folder: Path) -> None:
 
 
 def read_dcp(folder: Path) -> None:
-    read_all(dcp_files.opened(folder, experiment_for(MODEL.model_dump(), "fuzz")))
+    read_all(dcp_files.read_content(folder, experiment_for(MODEL.model_dump(), "fuzz")))
 
 
 def read_all(content: Content) -> None:

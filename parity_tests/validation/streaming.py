@@ -124,8 +124,8 @@ def forget(path: Path) -> None:
     """Take the files of a checkpoint from the page cache."""
     os.sync()  # only what is on the disk can be forgotten
     for file in filter(Path.is_file, (path, *path.rglob("*"))):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def timed(command: Sequence[str]) -> tuple[float, int]:

@@ -12,7 +12,7 @@ from jaxdist.formats.companions import CONFIG
 from jaxdist.formats.described import Source, of_experiment, source_of
 from jaxdist.formats.finite import BadValues
 from jaxdist.formats.headers import Header
-from jaxdist.formats.origin import Beside, beside
+from jaxdist.formats.origin import CompanionFiles, companion_files
 from jaxdist.formats.plan import plan_of, untied
 from jaxdist.formats.sources import found
 from jaxdist.formats.tables import EXPERTS, Stored, stored
@@ -96,19 +96,19 @@ def describe(path: Path) -> Source | None:
         source = found(path, READER)
         if source.told:
             return of_experiment(path, source.told)._replace(notes=source.notes)
-        if source.rows and (beside := models.told_beside(path)):
-            fitted = models.fitted(str(path), beside.model, source.leaves)
-            return of_experiment(path, beside)._replace(model=fitted)
+        if source.rows and (told := models.told_beside(path)):
+            fitted = models.fitted(str(path), told.model, source.leaves)
+            return of_experiment(path, told)._replace(model=fitted)
     return None
 
 
-def lies_beside(path: Path | None) -> Beside | None:
+def lies_beside(path: Path | None) -> CompanionFiles | None:
     """Facts about the source of these weights that a run keeps for its export. Raises ConfigError, as `beside` does."""
-    if (kept := beside(path)) is not None or path is None:
+    if (kept := companion_files(path)) is not None or path is None:
         return kept
     with suppress(ConfigError):
         source = found(path, READER)
         files = source.files()
         first = next(iter(source.leaves.values()), None)
-        return Beside(files, str(first.dtype)) if first and CONFIG in files else None
+        return CompanionFiles(files, str(first.dtype)) if first and CONFIG in files else None
     return None

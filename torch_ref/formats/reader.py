@@ -17,7 +17,7 @@ from jaxdist.formats.stand_ins import STAND_INS, restored
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import dtype_of, walked, without_numbers
 from jaxdist.formats.torch_pickles import PICKLES, rehearse
-from jaxdist.formats.torch_zips import is_zip, opened
+from jaxdist.formats.torch_zips import is_zip, open_zip
 from torch_ref.families.models import build
 from torch_ref.formats import distributed
 from torch_ref.formats.arrays import to_numpy
@@ -33,7 +33,7 @@ def load(path: Path) -> Any:
         if not (size := size_of(path)):
             raise ValueError("it is empty")
         if zipped := is_zip(path):
-            pickle, places = opened(path)
+            pickle, places = open_zip(path)
             rehearse(BytesIO(pickle), len(pickle), places=places)
         else:
             check_torch(path)

@@ -37,36 +37,36 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
     microbatches = experiment.train.accumulation
     if stages == 1:
         return
-    given = f"the mesh axis pipeline = {stages}"
+    setting = f"the mesh axis pipeline = {stages}"
     if why := FAMILIES[model.family].no_pipeline:
         raise ConfigError(
-            f"model.family = {model.family} with {given}: {why}; use "
+            f"model.family = {model.family} with {setting}: {why}; use "
             f"{moved(experiment, axes, 'pipeline')}, or jaxdist.train"
         )
     if parallel.sequence:
         raise ConfigError(
-            f"parallel.sequence = true with {given}: torch's stages would not know the length of sequences that they "
+            f"parallel.sequence = true with {setting}: torch's stages would not know the length of sequences that they "
             "have parts of; leave it out, or use jaxdist.train"
         )
     if (chunks := experiment.memory.loss_chunks) > 1:
         raise ConfigError(
-            f"memory.loss_chunks = {chunks} with {given}: torch's schedules take the loss of what the last stage "
+            f"memory.loss_chunks = {chunks} with {setting}: torch's schedules take the loss of what the last stage "
             "returns, which is whole; leave it out, or use jaxdist.train"
         )
     if experiment.memory.offload:
         raise ConfigError(
-            f"memory.offload = {','.join(experiment.memory.offload)} with {given}: torch's schedules unshard by "
+            f"memory.offload = {','.join(experiment.memory.offload)} with {setting}: torch's schedules unshard by "
             "themselves what FSDP2 would fetch; leave it out"
         )
     if parallel.pipeline_schedule == "1F1B" and microbatches < stages:
         raise ConfigError(
-            f"train.accumulation = {microbatches} with {given}: torch's Schedule1F1B takes at least as many "
+            f"train.accumulation = {microbatches} with {setting}: torch's Schedule1F1B takes at least as many "
             f"microbatches as stages; use {split_into(experiment, axes, stages)}, or parallel.pipeline_schedule = GPipe"
         )
     rounds = max(1, microbatches // stages)
     if parallel.pipeline_schedule == "Interleaved1F1B" and microbatches % rounds:
         raise ConfigError(
-            f"train.accumulation = {microbatches} with {given}: torch's ScheduleInterleaved1F1B wants a multiple of "
+            f"train.accumulation = {microbatches} with {setting}: torch's ScheduleInterleaved1F1B wants a multiple of "
             f"its {rounds} rounds; use {split_into(experiment, axes, microbatches - microbatches % rounds)}"
         )
 

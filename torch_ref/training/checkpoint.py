@@ -22,7 +22,7 @@ from jaxdist.config import Decoder, Experiment, Model, same_model
 from jaxdist.config.bounded import read_json
 from jaxdist.formats.dcp_index import EXPERIMENT, read_index
 from jaxdist.formats.sources import located
-from jaxdist.runs.checkpoints import Saves, publish, thin, unfinished, whole
+from jaxdist.runs.checkpoints import Saves, publish, thin, unfinished, whole_checkpoint
 from torch_ref.families.models import build
 from torch_ref.formats import hf
 from torch_ref.formats.distributed import Reader, load, read_whole, reading
@@ -44,14 +44,14 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def save(saves: Saves, step: int, program: Program) -> None:
     """Write `checkpoints/<step>`, by all ranks; so named only once whole. Then remove what is not to be kept."""
     folder = saves.checkpoints
-    beside = unfinished(folder, step)
+    partial_path = unfinished(folder, step)
 
     def begin() -> None:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        shutil.rmtree(partial_path, ignore_errors=True)
+        partial_path.mkdir(parents=True)
 
     def finish() -> None:
-        (beside / EXPERIMENT).write_text(program.experiment.model_dump_json(), encoding="utf-8")
+        (partial_path / EXPERIMENT).write_text(program.experiment.model_dump_json(), encoding="utf-8")
         publish(folder, step)
         thin(folder, program.experiment.checkpoint)
 
@@ -59,7 +59,7 @@ def save(saves: Saves, step: int, program: Program) -> None:
         from_first(begin)
         try:
             state = state_of(program.model, program.optimizer)
-            dcp.save(state | {"step": torch.tensor(step)}, checkpoint_id=beside)
+            dcp.save(state | {"step": torch.tensor(step)}, checkpoint_id=partial_path)
         except CheckpointException as error:  # no Exception: it has those of the ranks, with their tracebacks
             reason = str(next(iter(error.failures.values()))[0])
             raise OSError(os.strerror(errno.ENOSPC) if SHORT_WRITE in reason else reason) from None
@@ -133,7 +133,7 @@ def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
 
     Returns its step, and `model` and each kind of state, parameter name -> whole tensor. Raises ConfigError.
     """
-    path = whole(path)
+    path = whole_checkpoint(path)
     flat: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in Reader(path).read_metadata().state_dict_metadata.items()

@@ -59,7 +59,7 @@ class Pieces:
         """The root mean square of the whole."""
         return math.sqrt(self.mean(piece, x * x).item())
 
-    def whole(self, piece: Tensor, x: Tensor) -> Tensor:
+    def gathered(self, piece: Tensor, x: Tensor) -> Tensor:
         """All of what `x` is of, as `piece` is."""
         parameter = self.parameters.get(piece, piece)
         if not isinstance(parameter, DTensor):
@@ -68,7 +68,7 @@ class Pieces:
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
-    def own(self, piece: Tensor, whole: Tensor) -> Tensor:
+    def piece_of(self, piece: Tensor, whole: Tensor) -> Tensor:
         """This rank's piece of it."""
         return whole[place(self.parameters.get(piece, piece))]
 
@@ -134,10 +134,10 @@ class Muon(torch.optim.AdamW):
         state["step"] += 1
         m = state["momentum_buffer"].lerp_(g, 1 - group["momentum"])
         along = g.lerp(m, group["momentum"]) if group["nesterov"] else m
-        whole = orthogonal(self.pieces.whole(p, along.to(self.pieces.dtype)), group["ns_steps"])
+        whole = orthogonal(self.pieces.gathered(p, along.to(self.pieces.dtype)), group["ns_steps"])
         p.mul_(1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * ADJUSTED[group["adjust_lr_fn"]](*whole.shape[-2:])
-        p.add_(self.pieces.own(p, whole).to(p.dtype), alpha=-rate)
+        p.add_(self.pieces.piece_of(p, whole).to(p.dtype), alpha=-rate)
 
 
 ADJUSTED = {

@@ -227,21 +227,21 @@ def saved_on_host(forward: Any, pinned: bool) -> Any:
 def check_offload(experiment: Experiment) -> None:
     """Raises ConfigError where torch has nothing that offloads as `memory.offload` says."""
     memory, parallel = experiment.memory, experiment.parallel
-    given = f"memory.offload = {','.join(memory.offload)}"
+    setting = f"memory.offload = {','.join(memory.offload)}"
     state = {"optimizer", "parameters"}.intersection(memory.offload)
     if state and parallel.row.replicates:
         raise ConfigError(
-            f"{given} with parallel.strategy = {parallel.strategy}: in torch FSDP2 alone offloads what it shards; use "
+            f"{setting} with parallel.strategy = {parallel.strategy}: torch offloads by FSDP2 alone; use "
             "parallel.strategy = zero2 or fsdp"
         )
     if len(state) == 1:
         raise ConfigError(
-            f"{given}: torch's CPUOffloadPolicy takes parameters, gradients and optimizer state together; use "
+            f"{setting}: torch's CPUOffloadPolicy takes parameters, gradients and optimizer state together; use "
             f"memory.offload = {','.join(['optimizer', 'parameters', *sorted({*memory.offload} - {*state})])}"
         )
     if "activations" in memory.offload and memory.remat != "full":
         raise ConfigError(
-            f"{given} with memory.remat = {memory.remat}: torch's selective checkpoint keeps results where they arise; "
+            f"{setting} with memory.remat = {memory.remat}: torch's selective checkpoint keeps results on the device; "
             "use memory.remat = full"
         )
 
@@ -283,10 +283,10 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     """DDP, `replicate` or FSDP2 over the axes data, fsdp and context, and memory for the parameters."""
     parallel, precision = experiment.parallel, experiment.precision
     device = torch.device(mesh.device_type)
-    whole = parallel.row.replicates
+    replicated = parallel.row.replicates
     mixed = len({precision.parameters, precision.compute, precision.reduce}) > 1
     split = axis_size(mesh, "pipeline") * axis_size(mesh, "tensor") * axis_size(mesh, "expert")
-    if whole and not mixed and split == 1:
+    if replicated and not mixed and split == 1:
         model.to_empty(device=device)
         bucket = parallel.bucket_mb or None  # torch's own: 25 MB, the first of 1
         with warnings.catch_warnings():  # the option's new name, of torch 2.13, is not in 2.11
@@ -299,13 +299,13 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
 
     # DDP knows neither per-module precision nor DTensors, and takes a backward pass to follow its forward pass:
     # `replicate` is FSDP2's machinery without sharding.
-    apply: Any = replicate if whole else fully_shard
-    again: dict[str, Any] = {} if whole else {"reshard_after_forward": parallel.reshards}
+    apply: Any = replicate if replicated else fully_shard
+    again: dict[str, Any] = {} if replicated else {"reshard_after_forward": parallel.reshards}
     policy = offload_policy(experiment, mesh)
     if isinstance(policy, CPUOffloadPolicy):
         device = torch.device("cpu")
     options: dict[str, Any] = {
-        "mesh": batch_mesh(mesh, whole, SHARDS),
+        "mesh": batch_mesh(mesh, replicated, SHARDS),
         "offload_policy": policy,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, str(precision.compute)),
@@ -316,10 +316,10 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     for block in blocks(model):
         if axis_size(mesh, "expert") > 1:
             for experts in experts_of(block):
-                apply(experts, **(options | again | of_experts(experts, mesh, whole)))
+                apply(experts, **(options | again | of_experts(experts, mesh, replicated)))
         apply(block, **options, **again)
     apply(model, **options)  # the root's own stay gathered: the backward pass starts with them
-    if parallel.overlap and not whole:
+    if parallel.overlap and not replicated:
         for block, following in pairwise(blocks(model)):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     for module in model.modules():
@@ -330,11 +330,11 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     return model
 
 
-def of_experts(experts: nn.Module, mesh: DeviceMesh, whole: bool) -> dict[str, Any]:
+def of_experts(experts: nn.Module, mesh: DeviceMesh, replicated: bool) -> dict[str, Any]:
     """FSDP2's arguments for a block's experts, which one axis less shards: along D, as they are split along E and F."""
     along = {id(p): Shard(1 if name.startswith("down_proj") else 2) for name, p in experts.named_parameters()}
-    placement = {} if whole else {"shard_placement_fn": lambda p: along[id(p)]}
-    return {"mesh": batch_mesh(mesh, whole, OF_EXPERTS), **placement}
+    placement = {} if replicated else {"shard_placement_fn": lambda p: along[id(p)]}
+    return {"mesh": batch_mesh(mesh, replicated, OF_EXPERTS), **placement}
 
 
 def reshard(model: nn.Module) -> None:
@@ -355,11 +355,11 @@ def accumulated(experiment: Experiment, mesh: DeviceMesh) -> int:
     return over(mesh, *SHARDS).size() if waits else 1
 
 
-def batch_mesh(mesh: DeviceMesh, whole: bool, axes: tuple[str, ...]) -> DeviceMesh:
+def batch_mesh(mesh: DeviceMesh, replicated: bool, axes: tuple[str, ...]) -> DeviceMesh:
     """The mesh over which gradients are summed, `axes` those that shard. Two axes mean HSDP: replicas of shards."""
     shards = over(mesh, *axes)
-    if whole or axis_size(mesh, "data") == 1:
-        return over(mesh, "data", *axes) if whole else shards
+    if replicated or axis_size(mesh, "data") == 1:
+        return over(mesh, "data", *axes) if replicated else shards
     return mesh["data", *(shards.mesh_dim_names or ())]
 
 

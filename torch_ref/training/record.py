@@ -44,7 +44,7 @@ SLICED = {"column", "heads"}
 SPLIT = 2
 
 
-def whole(tensors: dict[str, Tensor]) -> Arrays:
+def gathered(tensors: dict[str, Tensor]) -> Arrays:
     """Parameters, or what is laid out as they are, whole on the first rank; empty on the others. Called by all.
 
     A rank may lack tensors that others hold; a piece that several hold comes from the first of them.
@@ -240,12 +240,12 @@ class Recorder:
         taps, scale = Taps(not self.images), self.optimizer.scaler.get_scale()
 
         def watch(stage: str) -> None:
-            kinds[stage] = whole({n: p.grad for n, p in named(self.model) if p.grad is not None})
+            kinds[stage] = gathered({n: p.grad for n, p in named(self.model) if p.grad is not None})
 
         if self.every:
             parts = ("images" if self.images else "tokens", [batch.inputs]), ("targets", [batch.targets])
             kinds["batch"] = self.joined(dict(parts))
-            kinds["start"] = whole(dict(model_tensors(self.model)))
+            kinds["start"] = gathered(dict(model_tensors(self.model)))
         with taps.installed(self.model, self.namespace) if self.every else nullcontext():
             yield watch
         if self.every:
@@ -253,7 +253,7 @@ class Recorder:
             backward = {n: [at_least_f32(g) / scale for g in taps.gradients[n]] for n in reversed(taps.gradients)}
             kinds["activation_gradient"] = self.joined(backward, backward=True)
             kinds |= self.moments()
-            kinds["weights"] = whole(dict(model_tensors(self.model)))
+            kinds["weights"] = gathered(dict(model_tensors(self.model)))
         else:
             del kinds["clipped"]
         if dist.get_rank() == 0:
@@ -285,11 +285,11 @@ class Recorder:
 
         def join(name: str) -> np.ndarray:
             split = SPLIT if name.rpartition(".")[-1] in self.sliced else TIME
-            whole = split == TIME and ranks[0, 0, 0][name][0].shape[TIME] == self.length
+            complete = split == TIME and ranks[0, 0, 0][name][0].shape[TIME] == self.length
 
             def part(row: int, c: int, microbatch: int) -> np.ndarray:
                 slices = [ranks[row, c, t][name][microbatch] for t in tensor]
-                return slices[0] if whole else np.concatenate(slices, axis=split)
+                return slices[0] if complete else np.concatenate(slices, axis=split)
 
             return np.concatenate([
                 np.concatenate([part(row, c, i) for c in over], axis=TIME)[:, time_order]
@@ -303,4 +303,4 @@ class Recorder:
         """The optimizer's state, by kind and parameter; under ZeRO-1 gathered from the ranks that hold it."""
         state = self.optimizer.state_dict()
         kinds = {kind: {n: s[kind] for n, s in state.items() if kind in s} for kind in self.optimizer.config.kept}
-        return {kind: whole(tensors) for kind, tensors in kinds.items()}
+        return {kind: gathered(tensors) for kind, tensors in kinds.items()}

@@ -112,10 +112,10 @@ def microbatches(batch: Rows, parts: int) -> Iterator[Rows]:
 def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | int]:
     """Sum of cross-entropy over a rank's rows, nats, over chunks of its tokens; and this rank's part of the auxiliary
     loss: a mixture's balance, else 0."""
-    given = {"targets_SN": chunked(rows.targets, chunks)} if chunks > 1 else {}
+    extra = {"targets_SN": chunked(rows.targets, chunks)} if chunks > 1 else {}
     if getattr(parts_of(model)[0], "masks_padding", False):
-        given["valid_BT"] = rows.targets != IGNORED
-    made = model(rows.inputs, **given)
+        extra["valid_BT"] = rows.targets != IGNORED
+    made = model(rows.inputs, **extra)
     output, added = made if isinstance(made, tuple) else (made, 0)
     config = getattr(parts_of(model)[0], "config", None)
     return output if chunks > 1 else nats(output, rows.targets, config), added

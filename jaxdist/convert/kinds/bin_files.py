@@ -15,7 +15,7 @@ def described(path: Path) -> dict[str, Leaf]:
     return bins.read(path, READER)[0]
 
 
-def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+def read_content(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a folder: weights, with its config.json and tokenizer. Raises ConfigError."""
     there, files = bins.read(path, READER)
     return of_folder(path, there, files, Origin("hf"), wanted)

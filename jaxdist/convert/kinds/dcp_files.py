@@ -43,7 +43,7 @@ from jaxdist.formats.dcp_index import EXPERIMENT, nesting, read_index
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.torch_files import GROUPS, SCHEDULER, part
 from jaxdist.formats.torch_zips import Part, Place
-from jaxdist.runs.checkpoints import publish, sealed, unfinished, whole
+from jaxdist.runs.checkpoints import publish, sealed, unfinished, whole_checkpoint
 from jaxdist.runs.display import say
 from jaxdist.training.loss_scale import LossScale, state_of
 
@@ -183,7 +183,7 @@ def _opened(path: Path, place: Place) -> Iterator[BufferedReader]:
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the names that the model gave them."""
-    return Tensors(whole(path, "small")).parameters
+    return Tensors(whole_checkpoint(path, "small")).parameters
 
 
 def _check_alone(path: Path, tensors: Tensors, known: Callable[[str], bool]) -> None:
@@ -196,12 +196,12 @@ def _check_alone(path: Path, tensors: Tensors, known: Callable[[str], bool]) -> 
             raise unread(str(path), owner[1:] or name)
 
 
-def opened(
+def read_content(
     path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
 ) -> Content:
     """The content of a checkpoint, or of a run's newest one that is whole as far as small files tell: the large ones
     of `Content.checkpoint` are still to be compared. Raises ConfigError."""
-    found = whole(path, "small")
+    found = whole_checkpoint(path, "small")
     tensors = Tensors(found)
     leaves, model = tensors.leaves, tensors.parameters
     if not model:
@@ -240,8 +240,8 @@ def opened(
     step = torch_files.first_count(_number(str(path), "step", said_step), updates)
     updates = step if states and updates is None else updates
     if said:
-        beside = origin_of(found), metrics_of(found)
-        content = Content(experiment, naming, groups, step, updates, *beside, _scaling(leaves), sealed(found))
+        provenance = origin_of(found), metrics_of(found)
+        content = Content(experiment, naming, groups, step, updates, *provenance, _scaling(leaves), sealed(found))
         return content.checked(path)
     if rule and trained:
         with torch_files.reading(path, "optimizer"):
@@ -251,7 +251,7 @@ def opened(
             shapes = {name: entry.shape for name, entry in trainable(naming, experiment.model).items()}
             settings = rules.settings(str(path), rule, named, shapes)
             told = rates.Told(path, named, step, scheduler_of(extras))
-            settings |= rates.going_on(told, experiment, rates.given(wanted), peak)
+            settings |= rates.going_on(told, experiment, rates.schedule_origin(wanted), peak)
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
     ways = fused.ways(nesting(tensors.index.planner_data))
 
@@ -430,9 +430,9 @@ def write(path: Path, conversion: Conversion) -> None:
     # A count is a number where it was one, and a tensor else; without steps since then it is as it was.
     same = content.step == content.origin.step
     counts |= {key: extras[key] if same else like(extras[key], int(counts[key])) for key in counts.keys() & extras}
-    beside = unfinished(folder.checkpoints, content.step)
-    beside.mkdir(parents=True)
-    layout = Layout(beside, content.origin.index if of_dcp else {key: own_way(key) for key in state | counts})
+    partial_path = unfinished(folder.checkpoints, content.step)
+    partial_path.mkdir(parents=True)
+    layout = Layout(partial_path, content.origin.index if of_dcp else {key: own_way(key) for key in state | counts})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
         try:
@@ -447,5 +447,5 @@ def write(path: Path, conversion: Conversion) -> None:
     conversion.each(put, *conversion.groups)
     for key, leaf in buffers_there.items():
         layout.put(key, leaf.contiguous())
-    (beside / EXPERIMENT).write_text(content.experiment.model_dump_json(), encoding="utf-8")
+    (partial_path / EXPERIMENT).write_text(content.experiment.model_dump_json(), encoding="utf-8")
     publish(folder.checkpoints, content.step, layout.sums)

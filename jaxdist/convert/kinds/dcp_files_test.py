@@ -113,7 +113,7 @@ def written_again(folder: Path, content: Any) -> Path:
 def test_parts_are_called_as_in_torch_files(model: str, optimizer: str, step: str, tmp_path: Path) -> None:
     weights, kept = trained(tmp_path)
     source = saved_dcp(tmp_path / "dcp", {model: weights, optimizer: kept, step: 7, "iter": torch.ones(3)})
-    content = dcp_files.opened(source, EXPERIMENT)
+    content = dcp_files.read_content(source, EXPERIMENT)
     assert (content.step, content.updates, content.groups["exp_avg"].keys()) == (7, 5, weights.keys())
     again = written_again(tmp_path / "back", content)
     assert read_index(again).state_dict_metadata.keys() == read_index(source).state_dict_metadata.keys()
@@ -123,7 +123,7 @@ def test_weights_alone_below_app(tmp_path: Path) -> None:
     """None of them is called like a part."""
     weights, _ = trained(tmp_path)
     plain = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-    content = dcp_files.opened(saved_dcp(tmp_path / "dcp", {"app": plain}), EXPERIMENT)
+    content = dcp_files.read_content(saved_dcp(tmp_path / "dcp", {"app": plain}), EXPERIMENT)
     assert content.groups["parameters"].keys() == weights.keys()
 
 
@@ -131,13 +131,14 @@ def test_settings_are_no_optimizer(tmp_path: Path) -> None:
     """The part that has a state is the optimizer."""
     weights, kept = trained(tmp_path)
     tree = {"model": weights, "optimizer": {"name": "adamw"}, "optimizer_state_dict": kept}
-    assert dcp_files.opened(saved_dcp(tmp_path / "dcp", tree), EXPERIMENT).groups["exp_avg"].keys() == weights.keys()
+    content = dcp_files.read_content(saved_dcp(tmp_path / "dcp", tree), EXPERIMENT)
+    assert content.groups["exp_avg"].keys() == weights.keys()
 
 
 @pytest.mark.parametrize("value", [torch.tensor([1, 2, 3]), torch.ones(0)], ids=["three", "none"])
 def test_what_is_called_like_a_step_may_be_none(value: Any, tmp_path: Path) -> None:
     weights, _ = trained(tmp_path)
-    content = dcp_files.opened(saved_dcp(tmp_path / "dcp", {"model": weights, "iteration": value}), EXPERIMENT)
+    content = dcp_files.read_content(saved_dcp(tmp_path / "dcp", {"model": weights, "iteration": value}), EXPERIMENT)
     assert (content.step, content.groups["parameters"].keys()) == (0, weights.keys())
 
 
@@ -146,7 +147,7 @@ def test_a_plain_step_of_a_run_of_ours(tmp_path: Path) -> None:
     weights, kept = trained(tmp_path)
     source = saved_dcp(tmp_path / "dcp", {"model": weights, "optimizer": kept, "step": 7})
     main([str(source), str(tmp_path / "run"), "--to", "dcp", *config(tmp_path, MODEL)])
-    content = dcp_files.opened(tmp_path / "run")
+    content = dcp_files.read_content(tmp_path / "run")
     assert (content.step, content.updates) == (7, 5)
 
 
@@ -181,8 +182,8 @@ def test_an_optimizer_elsewhere_is_refused(where: str, key: str, tmp_path: Path)
     }
     source = saved_dcp(tmp_path / "dcp", trees[where])
     with pytest.raises(ConfigError, match=f"dcp: its '{key}' has an optimizer that is not read; .*--to hf takes"):
-        dcp_files.opened(source, EXPERIMENT)
-    assert dcp_files.opened(source, EXPERIMENT, training=False).groups["parameters"].keys() == weights.keys()
+        dcp_files.read_content(source, EXPERIMENT)
+    assert dcp_files.read_content(source, EXPERIMENT, training=False).groups["parameters"].keys() == weights.keys()
 
 
 @pytest.mark.parametrize("through", ["orbax", "torch", "dcp"])
@@ -221,7 +222,7 @@ def test_moments_have_names_of_their_own(weights_too: bool, tmp_path: Path) -> N
     parts = {"model": weights, "optimizer": {"state": wrapped(kept["state"])}}
     flat = wrapped(weights) | {"optimizer": {"state": wrapped(kept["state"])}}
     source = saved_dcp(tmp_path / "dcp", flat if weights_too else parts)
-    again = written_again(tmp_path / "back", dcp_files.opened(source, EXPERIMENT))
+    again = written_again(tmp_path / "back", dcp_files.read_content(source, EXPERIMENT))
     assert read_index(again).state_dict_metadata.keys() == read_index(source).state_dict_metadata.keys()
 
 
@@ -232,7 +233,7 @@ def test_wrapped_weights_of_a_tied_head_alone(wrapper: str, tmp_path: Path) -> N
     weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)["model"]
     assert model.tied and weights.pop("lm_head.weight") is not None
     source = saved_dcp(tmp_path / "dcp", {f"{wrapper}.{name}": tensor for name, tensor in weights.items()})
-    content = dcp_files.opened(source, experiment_for(model.model_dump(), "test"))
+    content = dcp_files.read_content(source, experiment_for(model.model_dump(), "test"))
     assert content.groups["parameters"].keys() == weights.keys()
     assert all(np.array_equal(leaf.read(), weights[name]) for name, leaf in content.groups["parameters"].items())
     again = written_again(tmp_path / "back", content)
@@ -253,7 +254,7 @@ def test_an_index_of_older_torch(tmp_path: Path) -> None:
     written = pickle.dumps(index, protocol=2)
     assert b"_shard.sharded_tensor.metadata\nTensorProperties" in written and b"\nMEM_FORMAT_ENCODING" in written
     (folder / INDEX).write_bytes(written)
-    content = dcp_files.opened(folder, EXPERIMENT)
+    content = dcp_files.read_content(folder, EXPERIMENT)
     assert all(np.array_equal(leaf.read(), weights[name]) for name, leaf in content.groups["parameters"].items())
     (folder / INDEX).write_bytes(written.replace(b"TensorProperties", b"ShardedTensorMetadata"))
     with pytest.raises(
@@ -281,7 +282,7 @@ def test_averages_are_not_read_before_they_are_asked_for(tmp_path: Path, monkeyp
         return right(tensors, name, entry)
 
     monkeypatch.setattr(dcp_files.Tensors, "read", noted)
-    content = dcp_files.opened(folder, experiment_for(model.model_dump(), "test"))
+    content = dcp_files.read_content(folder, experiment_for(model.model_dump(), "test"))
     extras = content.origin.extras
     assert extras.keys() == averages.keys() and all(torch.equal(extras[name], averages[name]) for name in averages)
     assert not averages.keys() & {*read}
@@ -350,7 +351,7 @@ def test_moments_of_two_names_of_one_parameter_are_refused(tmp_path: Path) -> No
     twice = {"state": kept["state"] | wrapped(kept["state"])}
     source = saved_dcp(tmp_path / "dcp", {"model": weights, "optimizer": twice})
     with pytest.raises(ConfigError, match=r"its optimizer has \w+ of (\S+) and of module\.\1; leave one of them out"):
-        dcp_files.opened(source, EXPERIMENT)
+        dcp_files.read_content(source, EXPERIMENT)
 
 
 def test_a_step_beside_weights_alone_comes_back_by_way_of_a_torch_file(tmp_path: Path) -> None:
@@ -358,4 +359,4 @@ def test_a_step_beside_weights_alone_comes_back_by_way_of_a_torch_file(tmp_path:
     source = saved_dcp(tmp_path / "dcp", {"model": weights, "step": 7})
     main([str(source), str(tmp_path / "there.pt"), *config(tmp_path, MODEL)])
     main([str(tmp_path / "there.pt"), str(tmp_path / "back"), "--to", "dcp"])
-    assert dcp_files.opened(tmp_path / "back").step == 7
+    assert dcp_files.read_content(tmp_path / "back").step == 7

@@ -36,7 +36,7 @@ def described(path: Path) -> dict[str, Leaf]:
     return dict(deepspeed.read(path, READER))
 
 
-def opened(
+def read_content(
     path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
 ) -> Content:
     """The content of a folder; its model is that of config.json in it or around it, or `wanted`; `peak` decides as in
@@ -58,7 +58,7 @@ def opened(
         fields, reason = schedule_of(saved, scheduler, done, state)
         logged = partial(trainer_folders.logged_schedule, path, state, trainer)
         told = rates.Told(path, state.groups, done, scheduler, (lambda: fields) if fields else logged, reason)
-        return rates.going_on(told, weights.experiment, rates.given(wanted), peak)
+        return rates.going_on(told, weights.experiment, rates.schedule_origin(wanted), peak)
 
     steps, scaler = saved.model.get("global_steps"), saved.scaler() if state else {}
     origin = Origin("deepspeed", files=companions(around), left=[*_copies(saved), *saved.left(state is not None)])

@@ -199,8 +199,8 @@ def check(content: Content, trained: Trained) -> None:
     assert (o.name, o.beta2, o.eps, o.weight_decay, o.learning_rate) == ("adamw", 0.99, 1e-7, 0.1, 1e-4)
 
 
-def opened(path: Path, **given: Any) -> Content:
-    return KINDS[kind_of(path)].format.opened(path, **given)
+def read_content(path: Path, **given: Any) -> Content:
+    return KINDS[kind_of(path)].format.read_content(path, **given)
 
 
 @pytest.mark.long
@@ -210,8 +210,8 @@ def test_pieces_become_whole(layout: Any, ranks: int, tmp_path: Path) -> None:
     """With 11 ranks, whose names sort otherwise than their numbers."""
     trained = Trained(tmp_path)
     tag = layout(tmp_path / "run", trained, ranks)
-    check(opened(tag), trained)
-    check(opened(tag.parent), trained)  # by its file `latest`
+    check(read_content(tag), trained)
+    check(read_content(tag.parent), trained)  # by its file `latest`
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -223,13 +223,13 @@ def test_sub_groups(by: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureF
     groups = trained.groups if by == "parameter group" else [[name for group in trained.groups for name in group]]
     shapes = trained.shapes(groups)
     tag = zero_3(tmp_path / "run", trained, ranks, param_shapes=shapes if by == "parameter group" else shapes[0])
-    check(opened(tag), trained)
+    check(read_content(tag), trained)
     assert "decay of" not in capsys.readouterr().out  # which is said where a vector's decays
 
 
 def test_stage_1(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
-    check(opened(zero_2(tmp_path / "run", trained, stage=1)), trained)
+    check(read_content(zero_2(tmp_path / "run", trained, stage=1)), trained)
 
 
 @pytest.mark.long
@@ -289,7 +289,7 @@ def test_its_own_schedule(kind: str, skipped: int, tmp_path: Path) -> None:
     behind it by each step that fp16 skipped."""
     params, rate = SCHEDULERS[kind]
     count = STEP - 1 - skipped
-    e = opened(scheduled(tmp_path, kind, params, rate(count), count)).experiment
+    e = read_content(scheduled(tmp_path, kind, params, rate(count), count)).experiment
     for step in range(STEP + 1, TOTAL):
         assert float(learning_rate(e.optimizer, e.train.steps, jnp.asarray(step))) == pytest.approx(
             rate(step - 2 - skipped), rel=1e-5
@@ -319,7 +319,7 @@ def test_what_ds_config_says_is_kept_beside_what_is_given(
     trained = Trained(tmp_path)
     tag = zero_2(tmp_path / "run", trained, ds_config=config)
     wanted = Experiment.parse({"model": LLAMA.model_dump(), "data": {"sequence": 8}, **given}, "x") if given else None
-    e = opened(tag, wanted=wanted).experiment
+    e = read_content(tag, wanted=wanted).experiment
     found = (e.precision.policy, e.precision.compute, e.optimizer.clip, e.train.batch, e.train.accumulation)
     assert found == says
 
@@ -328,7 +328,7 @@ def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.Cap
     """The rate of now stays, the reason is said, and the schedule after the warm-up can be given."""
     long = {"warmup_num_steps": 150, "warmup_max_lr": PEAK, "total_num_steps": TOTAL}
     tag = scheduled(tmp_path / "warm", "WarmupDecayLR", long, 2e-4)
-    assert opened(tag).experiment.optimizer.learning_rate == 2e-4
+    assert read_content(tag).experiment.optimizer.learning_rate == 2e-4
     said = capsys.readouterr().out
     assert "its WarmupDecayLR still warms up" in said
     told = re.search(r"from step 152 on it is (.*), for --model and --peak schedule", said)
@@ -338,11 +338,11 @@ def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.Cap
     given = experiment_for(LLAMA.model_dump(), "test").model_dump(exclude_none=True)
     model.write_text(Experiment.parse(given | {"optimizer": tomllib.loads(fields)}, "test").to_toml())
     main([str(tag), str(tmp_path / "out"), "--model", str(model), "--peak", "schedule"])  # the fix
-    o = opened(tmp_path / "out").experiment.optimizer
+    o = read_content(tmp_path / "out").experiment.optimizer
     assert (o.learning_rate, o.warmup, o.decay, o.decay_steps, o.final) == (PEAK, 152, "linear", 202, 0)
-    opened(scheduled(tmp_path / "cycle", "OneCycle", {}, 2e-4))
+    read_content(scheduled(tmp_path / "cycle", "OneCycle", {}, 2e-4))
     assert "jaxdist has no schedule like its OneCycle; its rate of now" in capsys.readouterr().out
-    opened(scheduled(tmp_path / "other", "WarmupLR", {"warmup_max_lr": PEAK}, 2e-4))
+    read_content(scheduled(tmp_path / "other", "WarmupLR", {"warmup_max_lr": PEAK}, 2e-4))
     assert "its rate of now is not that of its WarmupLR: learning_rate = 0.0003" in capsys.readouterr().out
 
 
@@ -350,7 +350,7 @@ def test_aligned_parameters(tmp_path: Path) -> None:
     """zero_optimization.parameter_alignment leaves room after parameters, which is not theirs."""
     trained = Trained(tmp_path)
     tag = zero_2(tmp_path / "run", trained, aligned=8)
-    content = opened(tag)
+    content = read_content(tag)
     check(content, trained)
     for file in tag.glob("*_optim_states.pt"):
         with deepspeed():
@@ -358,7 +358,7 @@ def test_aligned_parameters(tmp_path: Path) -> None:
         tree["optimizer_state_dict"]["param_alignment_paddings"] = [[0]]
         save(file, tree)
     with pytest.raises(ConfigError, match="param_alignment_paddings are of other parameters than its param_shapes"):
-        opened(tag)
+        read_content(tag)
 
 
 def test_within_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_within_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
             group["initial_lr"] = 1e-4 / 0.4
         save(file, tree)
     assert kind_of(tag.parent) == "deepspeed"
-    e = opened(tag.parent).experiment
+    e = read_content(tag.parent).experiment
     assert (e.optimizer.decay, e.optimizer.learning_rate, e.train.steps) == ("linear", 1e-4 / 0.4, 200)
     assert float(learning_rate(e.optimizer, 200, jnp.asarray(STEP + 1))) == pytest.approx(1e-4)
 
@@ -385,7 +385,7 @@ def test_a_missing_rank_is_named(layout: Any, tmp_path: Path) -> None:
     tag = layout(tmp_path / "run", Trained(tmp_path))
     next(tag.glob("*pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
     with pytest.raises(ConfigError, match=r"3 ranks wrote it, and it has 2 \*_optim_states.pt; give the whole folder"):
-        opened(tag)
+        read_content(tag)
 
 
 def test_without_its_pieces_the_copy_is_not_taken_silently(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_without_its_pieces_the_copy_is_not_taken_silently(tmp_path: Path) -> No
     for file in tag.glob("*_optim_states.pt"):
         file.unlink()
     with pytest.raises(ConfigError, match=r"fp32 weights and moments are missing.* or (\S+) for the copy") as error:
-        opened(tag)
+        read_content(tag)
     named = str(error.value).rpartition(" or ")[2].partition(" ")[0]
     main([named, str(tmp_path / "out")])  # the fix
 
@@ -424,7 +424,7 @@ def test_frozen_parameters(tmp_path: Path) -> None:
     trained.groups[1].remove(name)
     tag = zero_2(tmp_path / "run", trained, **frozen)
     with pytest.raises(ConfigError, match=r"model.norm.weight and 0 more were not trained.*--to hf"):
-        opened(tag)
+        read_content(tag)
     main([str(tag), str(tmp_path / "hf"), "--to", "hf"])  # the fix
     assert torch.equal(load_torch(tmp_path / "hf/model.safetensors")[name], trained.tensors[name])
 
@@ -436,7 +436,7 @@ def test_numbers_that_do_not_add_up(tmp_path: Path) -> None:
         wrong = trained.shapes([trained.groups[0][1:], trained.groups[1]])
         tag = layout(tmp_path / layout.__name__, trained, param_shapes=wrong)
         with pytest.raises(ConfigError, match=r"its ranks hold|other parameters than"):
-            opened(tag)
+            read_content(tag)
 
 
 @pytest.mark.parametrize("name", ["layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_01_model_states.pt"])
@@ -445,7 +445,7 @@ def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
     (tag / name).parent.mkdir(exist_ok=True)
     (tag / name).touch()
     with pytest.raises(ConfigError, match=r"which are not read; (load it|merge them) by "):
-        opened(tag)
+        read_content(tag)
 
 
 def test_elastic_state_is_refused_by_name(tmp_path: Path) -> None:
@@ -457,7 +457,7 @@ def test_elastic_state_is_refused_by_name(tmp_path: Path) -> None:
     tree["optimizer_state_dict"]["base_optimizer_state"] = [{"exp_avg": torch.zeros(3)}]
     save(file, tree)
     with pytest.raises(ConfigError, match=r"elastic_checkpoint = true, which is not read; .*--to hf"):
-        opened(tag)
+        read_content(tag)
     main([str(tag), str(tmp_path / "hf"), "--to", "hf"])  # the fix
 
 
@@ -466,21 +466,21 @@ def test_without_a_config_it_needs_a_model(tmp_path: Path) -> None:
     tag = zero_2(tmp_path / "run", trained)
     (tag / "config.json").unlink()
     with pytest.raises(ConfigError, match="does not say what model it is; give --model"):
-        opened(tag)
-    check(opened(tag, wanted=experiment_for(LLAMA.model_dump(), "test")), trained)
+        read_content(tag)
+    check(read_content(tag, wanted=experiment_for(LLAMA.model_dump(), "test")), trained)
 
 
 def test_a_class_of_another_module_is_refused(tmp_path: Path) -> None:
     tag = zero_2(tmp_path / "run", Trained(tmp_path), client=Path("anything"))
     with pytest.raises(ConfigError, match=r"is refused.*pathlib"):
-        opened(tag)
+        read_content(tag)
 
 
 def test_weights_alone_need_no_state_of_a_trainer(tmp_path: Path) -> None:
     tag = zero_2(tmp_path / "run", Trained(tmp_path))
     (tag.parent / "trainer_state.json").write_text("{")
     with pytest.raises(ConfigError, match=r"trainer_state.json: "):
-        opened(tag)
+        read_content(tag)
     main([str(tag), str(tmp_path / "hf"), "--to", "hf"])
 
 
@@ -489,7 +489,7 @@ def test_a_folder_without_its_model_states_is_told_what_is_missing(tmp_path: Pat
     (tag / "mp_rank_00_model_states.pt").unlink()
     for path in (tag, tag.parent):
         with pytest.raises(ConfigError, match=r"it has no \*mp_rank_\*_model_states.pt; give the whole folder"):
-            opened(path)
+            read_content(path)
 
 
 def test_a_tied_head_may_be_trained_under_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -498,6 +498,6 @@ def test_a_tied_head_may_be_trained_under_its_own_name(tmp_path: Path, capsys: p
     for tensors in (trained.tensors, *trained.moments.values()):
         tensors[head] = tensors.pop(embedding)
     trained.groups = [[head if name == embedding else name for name in group] for group in trained.groups]
-    content = opened(zero_2(tmp_path / "run", trained, shared_params={embedding: head}))
+    content = read_content(zero_2(tmp_path / "run", trained, shared_params={embedding: head}))
     assert np.array_equal(content.groups["exp_avg"][embedding].read(), right.numpy())
     assert "decay" not in capsys.readouterr().out

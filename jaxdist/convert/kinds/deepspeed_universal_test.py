@@ -13,7 +13,7 @@ from jaxdist.convert.kinds.deepspeed_folders_test import (
     check,
     deepspeed,
     group_settings,
-    opened,
+    read_content,
     save,
     zero_2,
     zero_3,
@@ -40,7 +40,7 @@ def universal(folder: Path, trained: Trained) -> Path:
 
 def test_weights_moments_and_groups(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
-    content = opened(universal(tmp_path / "run", trained))
+    content = read_content(universal(tmp_path / "run", trained))
     check(content, trained)
     assert content.origin.left == ["the bfloat16 copy of the fp32 weights"]
 
@@ -51,7 +51,7 @@ def test_a_missing_file_is_named(kind: str, tmp_path: Path) -> None:
     tag = universal(tmp_path / "run", Trained(tmp_path))
     (tag / f"zero/model.norm.weight/{kind}.pt").unlink()
     with pytest.raises(ConfigError, match=rf"it has no zero/model.norm.weight/{kind}.pt; give the whole folder"):
-        opened(tag)
+        read_content(tag)
     if kind != "fp32":
         main([str(tag), str(tmp_path / "hf"), "--to", "hf"])
 
@@ -61,14 +61,14 @@ def test_a_damaged_file_is_named(held: Any, tmp_path: Path) -> None:
     tag = universal(tmp_path / "run", Trained(tmp_path))
     torch.save(held, tag / "zero/model.norm.weight/fp32.pt")
     with pytest.raises(ConfigError, match=r"fp32.pt has no tensor param"):
-        opened(tag)
+        read_content(tag)
 
 
 def test_groups_that_are_missing_leave_the_weights(tmp_path: Path) -> None:
     tag = universal(tmp_path / "run", Trained(tmp_path))
     save(tag / "zero/optimizer_state.pt", {})
     with pytest.raises(ConfigError, match=r"optimizer_state.pt has no param_groups; take the weights alone, --to hf"):
-        opened(tag)
+        read_content(tag)
     main([str(tag), str(tmp_path / "hf"), "--to", "hf"])  # the fix
 
 
@@ -78,7 +78,7 @@ def test_a_name_that_leads_outside_is_refused(tmp_path: Path) -> None:
     outside = {"../../../first": torch.Size([2])}
     save(tag / "mp_rank_00_model_states.pt", trained.engine(trained.groups, 2, param_shapes=[outside]))
     with pytest.raises(ConfigError, match=r"first.*give the whole folder"):
-        opened(tag)
+        read_content(tag)
 
 
 def universal_3(folder: Path, trained: Trained, **changed: Any) -> Path:
@@ -105,7 +105,7 @@ def test_that_of_stage_3(ranks: int, tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     tag = universal_3(tmp_path / "run", trained, ranks=ranks)
     assert kind_of(tag) == "deepspeed"
-    check(opened(tag), trained)
+    check(read_content(tag), trained)
     main([str(tag), str(tmp_path / "hf"), "--to", "hf"])
 
 
@@ -113,7 +113,7 @@ def test_a_flat_tensor_that_is_cut_short_is_named(tmp_path: Path) -> None:
     tag = universal_3(tmp_path / "run", Trained(tmp_path))
     torch.save(torch.ones(3), tag / "zero/model.norm.weight/fp32.pt")
     with pytest.raises(ConfigError, match=r"hold less of model.norm.weight than its"):
-        opened(tag)
+        read_content(tag)
 
 
 def cut_by_two(tag: Path, trained: Trained) -> None:
@@ -129,9 +129,9 @@ def test_the_advice_for_tensors_cut_by_model_parallelism_leads_to_a_folder_that_
     tag, merged = zero_2(tmp_path / "run", trained), universal(tmp_path / "merged", trained)
     cut_by_two(tag, trained)
     with pytest.raises(ConfigError, match=r"cut by model parallelism.*ds_to_universal.*give its --output_folder"):
-        opened(tag)
+        read_content(tag)
     cut_by_two(merged, trained)
-    check(opened(merged), trained)
+    check(read_content(merged), trained)
 
 
 BY_DEEPSPEED = "load .*by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
@@ -143,7 +143,7 @@ def test_that_of_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     tag = universal(tmp_path / "run", trained)
     save(tag / "mp_rank_00_model_states.pt", trained.engine(trained.groups, 2, module=None))
     with pytest.raises(ConfigError, match=rf"layers of DeepSpeed's pipeline.*{BY_DEEPSPEED}"):
-        opened(tag)
+        read_content(tag)
 
 
 @pytest.mark.parametrize("beside", ["mp_rank_01_model_states.pt", "layer_00-model_states.pt"])
@@ -155,4 +155,4 @@ def test_parts_without_zero_are_refused_too(beside: str, tmp_path: Path) -> None
         file.unlink()
     save(tag / beside, trained.engine(trained.groups, 1))
     with pytest.raises(ConfigError, match=rf"which are not read; {BY_DEEPSPEED}"):
-        opened(tag)
+        read_content(tag)

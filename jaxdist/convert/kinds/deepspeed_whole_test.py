@@ -20,7 +20,7 @@ from jaxdist.convert.kinds.deepspeed_folders_test import (
     check,
     deepspeed,
     group_settings,
-    opened,
+    read_content,
     save,
     zero_2,
 )
@@ -79,7 +79,7 @@ def test_fp32_weights_and_moments(layout: str, model: Any, tmp_path: Path) -> No
     trained = Trained(tmp_path, model)
     tag = whole(tmp_path / "run", trained, layout)
     for path in (tag, tag.parent):
-        content = opened(path)
+        content = read_content(path)
         check(content, trained)
         copies = [] if layout == "fp32" else ["the bfloat16 copy of the fp32 weights"]
         assert content.origin.left == copies
@@ -104,7 +104,7 @@ def test_fp32_weights_of_an_unknown_order_are_refused(layout: str, tmp_path: Pat
     module[first], module[second] = module[second], module[first]
     save(tag / "mp_rank_00_model_states.pt", tree)
     with pytest.raises(ConfigError, match="which of its fp32 weights is which parameter is not in it") as error:
-        opened(tag)
+        read_content(tag)
     source, *flags = str(error.value).rpartition("for that copy give ")[2].split()
     main([source, str(tmp_path / "hf"), *flags])
     assert torch.equal(load_torch(tmp_path / "hf/model.safetensors")[first], module[first])
@@ -149,19 +149,19 @@ def test_the_loss_scale_of_fp16(stage: int, tmp_path: Path, capsys: pytest.Captu
             save(file, tree)
     else:
         tag = whole(tmp_path / "run", trained, "fused, one group", "float16", **SCALE)
-    content = opened(tag)
+    content = read_content(tag)
     assert content.scaling
     assert (float(content.scaling.scale), int(content.scaling.good)) == (512.0, 4)
     precision = content.experiment.precision
     assert (precision.policy, precision.growth_interval, precision.backoff_factor) == ("fp16", 1000, 0.5)
     assert ("falls at overflow 2 (hysteresis)" in capsys.readouterr().out) == bool(stage)
     main([str(tag), str(tmp_path / "out")])
-    assert float(opened(tmp_path / "out").scaling.scale) == 512.0  # type: ignore[union-attr]
+    assert float(read_content(tmp_path / "out").scaling.scale) == 512.0  # type: ignore[union-attr]
 
 
 def test_a_static_loss_scale_is_named(tmp_path: Path) -> None:
     static = {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": STEP}
-    content = opened(whole(tmp_path / "run", Trained(tmp_path), "one group", "float16", **static))
+    content = read_content(whole(tmp_path / "run", Trained(tmp_path), "one group", "float16", **static))
     assert content.scaling is None
     assert content.origin.left == ["the float16 copy of the fp32 weights", "the static loss scale of 128.0"]
 
@@ -169,4 +169,4 @@ def test_a_static_loss_scale_is_named(tmp_path: Path) -> None:
 def test_a_damaged_loss_scale_is_refused(tmp_path: Path) -> None:
     kept = SCALE | {"scale_window": "never"}
     with pytest.raises(ConfigError, match="loss scale"):
-        opened(whole(tmp_path / "run", Trained(tmp_path), "one group", "float16", **kept))
+        read_content(whole(tmp_path / "run", Trained(tmp_path), "one group", "float16", **kept))

@@ -205,7 +205,7 @@ class TestDistributed:
         main([source, run, *model])
         o = read_experiment(checkpoint.locate(Path(run))).optimizer
         assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (1e-3, 0.8, 0.99, 1e-7, 0.03)
-        content = orbax_files.opened(Path(run))
+        content = orbax_files.read_content(Path(run))
         content = replace(content, step=content.step + more, updates=content.step + more)
         capsys.readouterr()
         dcp_files.write(tmp_path / "back", Conversion(content, KINDS["dcp"].naming_of(content)))
@@ -242,7 +242,7 @@ class TestDistributed:
         parts = {"model": dict(tree["model"]), "optimizer": {"state": state}, "step": step}
         source, run, *model = self.saved(tmp_path / "dcp", parts | {"pair": (torch.ones(3), 2)})
         main([source, run, *model])
-        content = orbax_files.opened(Path(run))
+        content = orbax_files.read_content(Path(run))
         assert (content.step, content.updates) == (5000, int(state[names[0]]["step"]))
         later = replace(content, step=5020, updates=19)
         dcp_files.write(tmp_path / "back", Conversion(later, KINDS["dcp"].naming_of(later)))

@@ -31,7 +31,7 @@ from jaxdist.families.llama.config import Llama
 from jaxdist.formats import buffers
 from jaxdist.formats.finite import is_square, of_kind
 from jaxdist.formats.hf import experiment_for
-from jaxdist.formats.sources import beside, kind_of
+from jaxdist.formats.sources import kind_of, sibling
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS, OWN, tables_of
 from jaxdist.runs import checkpoints
 
@@ -78,7 +78,7 @@ def written(path: Path, kind: str, content: Content) -> Path:
 
 def tensors(path: Path) -> dict[tuple[str, str], tuple[Any, ...]]:
     """(group, name) -> dtype, shape and bytes of all that a checkpoint holds."""
-    content = KINDS[kind_of(path)].format.opened(path)
+    content = KINDS[kind_of(path)].format.read_content(path)
     return {
         (group, name): (leaf.dtype, leaf.shape, leaf.read().tobytes())
         for group, leaves in content.groups.items()
@@ -100,7 +100,7 @@ def test_there_and_back(pair: tuple[str, str, str], tmp_path: Path) -> None:
         after = {key: value for key, value in after.items() if key[0] == PARAMETERS}
     assert before == after
     ours = Conversion(content, OWN)
-    found = KINDS[second].format.opened(tmp_path / "second")
+    found = KINDS[second].format.read_content(tmp_path / "second")
     for group, key, array in Conversion(found, OWN).stream(*found.groups):
         assert array.tobytes() == ours.groups[group][key].read().tobytes(), (group, key)
 
@@ -297,11 +297,11 @@ class TestCommandLine:
     @pytest.mark.parametrize("wrong", ["a number", "the step", "a logit"])
     def test_verify_finds(self, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = written(tmp_path / "a", "orbax", content_of(MODELS["Qwen2ForCausalLM"]))
-        opened, logits = dcp_files.opened, verify.logits
+        read_content, logits = dcp_files.read_content, verify.logits
         calls = []
 
         def otherwise(path: Path, wanted: Any = None, training: bool = True) -> Content:
-            content = opened(path, wanted, training)
+            content = read_content(path, wanted, training)
             leaves = content.groups[PARAMETERS]
             name = next(name for name in leaves if name.endswith("k_proj.weight"))
             other = leaves[name].read() + np.float32(1e-6)
@@ -313,7 +313,7 @@ class TestCommandLine:
             calls.append(content)
             return logits(content, inputs) + (len(calls) == 2 and wrong == "a logit")
 
-        monkeypatch.setattr(dcp_files, "opened", otherwise)
+        monkeypatch.setattr(dcp_files, "read_content", otherwise)
         monkeypatch.setattr(verify, "logits", counted)
         says = {"a number": "as other numbers", "the step": "step 7 was .* as 8", "a logit": "logits .* differ by"}
         with pytest.raises(TrainingError, match=says[wrong]):
@@ -338,9 +338,9 @@ class TestCommandLine:
         main([str(source), str(tmp_path / "b")])
         right = tensors(tmp_path / "b")
         if killed == "before":
-            (tmp_path / "b").rename(beside(tmp_path / "b", "old"))
+            (tmp_path / "b").rename(sibling(tmp_path / "b", "old"))
         else:
-            (beside(tmp_path / "b", "old") / "left").mkdir(parents=True)
+            (sibling(tmp_path / "b", "old") / "left").mkdir(parents=True)
         with pytest.raises(ConfigError, match=r"TARGET .* exists"):
             main([str(source), str(tmp_path / "b")])
         assert tensors(tmp_path / "b") == right

@@ -25,7 +25,7 @@ class Weights:
         """Every tensor, under the names of the source. Raises ConfigError."""
         return dict(self._found(path).leaves)
 
-    def opened(self, path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+    def read_content(self, path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
         """The content: weights, with the files that belong to them. Raises ConfigError."""
         found = self._found(path)
         experiment = agreed(str(path), found.told, wanted)

@@ -30,7 +30,7 @@ def described(path: Path) -> dict[str, Leaf]:
     return leaves(Tensors(path))
 
 
-def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+def read_content(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a Hugging Face folder. Raises ConfigError, for each tensor that does not fit with both shapes."""
     read_model(path)  # a model that jaxdist does not compute is said before missing weights are
     tensors = Tensors(path)
@@ -142,7 +142,7 @@ def _json(settings: dict[str, Any]) -> bytes:
 
 def read_hf(path: Path) -> tuple[Model, dict[str, np.ndarray]]:
     """The model of a Hugging Face folder and our parameters, in the files' dtype. Raises ConfigError."""
-    content = opened(path)
+    content = read_content(path)
     return content.experiment.model, {name: array for _, name, array in Conversion(content, OWN).stream(PARAMETERS)}
 
 

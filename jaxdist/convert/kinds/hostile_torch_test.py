@@ -71,8 +71,8 @@ class TestIndex:
         assert not hasattr(torch.serialization._get_layout, "patched")
 
 
-def opened(file: Path) -> Any:
-    return torch_files.opened(file, experiment_for(MODEL.model_dump(), "test"))
+def read_content(file: Path) -> Any:
+    return torch_files.read_content(file, experiment_for(MODEL.model_dump(), "test"))
 
 
 class TestFiles:
@@ -89,20 +89,20 @@ class TestFiles:
     def test_files_along_that_show_few_bytes_often(self, own: Path) -> None:
         many = {"tokenizer.json": torch.zeros(1, dtype=torch.uint8).expand(10**14)}
         with pytest.raises(ConfigError, match=r"'tokenizer\.json': it is no tensor of at most 200,000,000 bytes"):
-            opened(self.changed(own, files=many))
+            read_content(self.changed(own, files=many))
 
     def test_many_tensors_that_show_few_numbers_often(self, own: Path) -> None:
         """Each as large as the file, all of them far larger."""
         size = own.stat().st_size
         few = torch.zeros(1, dtype=torch.uint8)
-        opened(self.changed(own, more=[few.expand(size // 2)]))
+        read_content(self.changed(own, more=[few.expand(size // 2)]))
         with pytest.raises(ConfigError, match="its tensors, written out, are larger than the file"):
-            opened(self.changed(own, more=[few.expand(size // 2 + i) for i in range(10)]))
+            read_content(self.changed(own, more=[few.expand(size // 2 + i) for i in range(10)]))
 
     def test_a_weight_that_shows_few_numbers_often(self, own: Path) -> None:
         weights = torch.load(own, weights_only=True)["model"]
         with pytest.raises(ConfigError, match=r"tensor x \(100000000000000,\) is larger than the file"):
-            opened(self.changed(own, model=weights | {"x": torch.zeros(1).expand(10**14)}))
+            read_content(self.changed(own, model=weights | {"x": torch.zeros(1).expand(10**14)}))
 
     @pytest.mark.parametrize("dtype", ["bits8", "float4_e2m1fn_x2"])
     def test_numbers_that_numpy_does_not_know(self, dtype: str, own: Path) -> None:
@@ -110,7 +110,7 @@ class TestFiles:
             pytest.skip(f"this torch has no {dtype}")
         weights = torch.load(own, weights_only=True)["model"]
         with pytest.raises(ConfigError, match=rf"tensor x is torch.{dtype}, which is not read; leave it out"):
-            opened(self.changed(own, model=weights | {"x": torch.empty(2, dtype=getattr(torch, dtype))}))
+            read_content(self.changed(own, model=weights | {"x": torch.empty(2, dtype=getattr(torch, dtype))}))
 
     @pytest.mark.parametrize("old", [False, True])
     def test_a_sign_that_is_a_bit_of_the_tensor(self, old: bool, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ class TestFiles:
     def test_an_experiment_that_is_none(self, experiment: Any, own: Path) -> None:
         whole = torch.load(own, weights_only=True)["experiment"]
         with pytest.raises(ConfigError, match=r"own.pt: "):
-            torch_files.opened(self.changed(own, experiment=whole | experiment))
+            torch_files.read_content(self.changed(own, experiment=whole | experiment))
 
     @pytest.mark.parametrize(
         ("name", "changes", "says"),
@@ -144,11 +144,11 @@ class TestFiles:
         experiment = torch.load(own, weights_only=True)["experiment"]
         experiment["model"] |= changes
         with pytest.raises(ConfigError, match=f"own.pt: .*{says}"):
-            torch_files.opened(self.changed(own, experiment=experiment))
+            torch_files.read_content(self.changed(own, experiment=experiment))
 
     def test_a_log_nested_deeply(self, own: Path) -> None:
         with pytest.raises(ConfigError, match=r"its metrics.jsonl is damaged: .*nested too deeply"):
-            torch_files.opened(self.changed(own, **{"metrics.jsonl": "[" * 100_000 + "\n"}))
+            torch_files.read_content(self.changed(own, **{"metrics.jsonl": "[" * 100_000 + "\n"}))
 
 
 def pipe(file: Path) -> None:
@@ -185,10 +185,10 @@ class TestRunFolders:
     @pytest.mark.parametrize("name", ["experiment/metadata", "parameters/_METADATA"])
     @pytest.mark.timeout(60)
     def test_json_that_is_none(self, change: Callable[[Path], None], name: str, lone: Path) -> None:
-        orbax_files.opened(lone)
+        orbax_files.read_content(lone)
         change(lone / name)
         with pytest.raises(ConfigError, match="lone/5"):
-            orbax_files.opened(lone)
+            orbax_files.read_content(lone)
 
 
 @pytest.mark.parametrize("values", [[], None, 5, "x", {5: 3}])

@@ -17,7 +17,7 @@ def described(path: Path) -> dict[str, Leaf]:
     return dict(llmc_files.weights(path, experiment.model, READER))
 
 
-def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+def read_content(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a model file, with the state beside it; its float32 master weights in place of bfloat16 ones.
 
     Raises ConfigError."""

@@ -14,7 +14,7 @@ def described(path: Path) -> dict[str, Leaf]:
     return meta.read(path, READER)[1]
 
 
-def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+def read_content(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a folder. Raises ConfigError."""
     found, leaves = meta.read(path, READER)
     origin = Origin("meta", "meta", files=companions(path))

@@ -91,7 +91,7 @@ def reference(w: dict[str, Any], tokens: Any, interleaved: bool = True) -> Any:
 def apart(folder: Path, interleaved: bool = True) -> float:
     """The largest difference of logits from the reference, over the largest logit."""
     tokens = np.random.default_rng(0).integers(MODEL.vocab, size=(2, 16), dtype=np.int32)
-    content = KINDS["meta"].format.opened(folder)
+    content = KINDS["meta"].format.read_content(folder)
     ours = logits(content, tokens)
     right = reference(drawn(), torch.from_numpy(tokens).long(), interleaved).numpy()
     return float(np.abs(ours - right).max() / np.abs(right).max())
@@ -149,7 +149,7 @@ def test_a_number_beyond_all(key: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "meta", [drawn()])
     (folder / "params.json").write_text(json.dumps(PARAMS).replace(f'"{key}": {PARAMS[key]}', f'"{key}": 1e400'))
     with pytest.raises(ConfigError, match=r"params.json: .*give the folder that Meta published"):
-        meta.opened(folder)
+        meta.read_content(folder)
 
 
 @pytest.mark.parametrize("other", [None, (), (7 * 16,), (7, 16, 1), (3, 15)])
@@ -160,7 +160,7 @@ def test_ranks_that_do_not_fit(other: Any, tmp_path: Path) -> None:
     if other is None:
         del second["output.weight"]
     with pytest.raises(ConfigError, match=r"of output.weight its 2 consolidated.\*.pth have .*give the whole folder"):
-        meta.opened(saved(tmp_path / "meta", [first, second]))
+        meta.read_content(saved(tmp_path / "meta", [first, second]))
 
 
 def test_its_listing_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def described(path: Path) -> dict[str, Leaf]:
     return {name: leaf(found, store) for name, store in arrays(found).items()}
 
 
-def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+def read_content(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a checkpoint, or of a run's newest one that is whole as far as small files tell: the large ones
     of `Content.checkpoint` are still to be compared. Raises ConfigError."""
     found = checkpoint.locate(path, "small")
@@ -80,8 +80,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if not found.name.isdecimal():
         raise ConfigError(f"{path}: its step is told by its name, and {found.name} is none; rename it to its step")
     step = int(found.name)
-    beside = origin_of(found), metrics_of(found)
-    return Content(experiment, LAYERS, groups, step, updates, *beside, scaling, sealed(found)).checked(path)
+    provenance = origin_of(found), metrics_of(found)
+    return Content(experiment, LAYERS, groups, step, updates, *provenance, scaling, sealed(found)).checked(path)
 
 
 class Opening(ocp.type_handlers.NumpyHandler):
@@ -97,7 +97,7 @@ class Opening(ocp.type_handlers.NumpyHandler):
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         for info in infos:
             within(Path(info.parent_dir), info.name)
-        opened = [
+        stores = [
             await ts.open(
                 get_json_tspec_read(info, info.is_ocdbt_checkpoint),
                 open=True,
@@ -105,9 +105,9 @@ class Opening(ocp.type_handlers.NumpyHandler):
             )
             for info in infos
         ]
-        for info, store in zip(infos, opened, strict=True):
+        for info, store in zip(infos, stores, strict=True):
             check_chunks(info.name, store)
-        return opened
+        return stores
 
 
 def named(path: Path, what: str, tree: Any) -> Any:

@@ -18,7 +18,7 @@ class Format(Protocol):
     def described(self, path: Path) -> dict[str, Leaf]:
         """Every tensor of the model, under the names of the source. Raises ConfigError."""
 
-    def opened(self, path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+    def read_content(self, path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
         """The content, none of its tensors read yet; without `training` no optimizer, whatever it may be.
 
         Raises ConfigError, also where it is not the model `wanted`.

@@ -24,9 +24,9 @@ def holds_arrays(path: Path) -> bool:
 def arrays(path: Path) -> dict[str, ts.TensorStore]:
     """Every array of the tree by name, none of them read yet. Raises ConfigError."""
     base = {"driver": "file", "path": f"{path.resolve()}/"}
-    whole = (path / MANIFEST).is_file()
+    ocdbt = (path / MANIFEST).is_file()
     with reading(path):
-        if whole:
+        if ocdbt:
             files = [
                 key.decode() for key in ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
             ]
@@ -35,12 +35,12 @@ def arrays(path: Path) -> dict[str, ts.TensorStore]:
         described = {parts[0]: DRIVERS[parts[2]] for key in files if (parts := key.rpartition("/"))[2] in DRIVERS}
         if len(described) > MOST:
             raise ConfigError(f"{path}: {len(described):,} arrays; give a folder with fewer than {MOST:,}")
-        opened = {name: ts.open(_spec(base, name, driver, whole)) for name, driver in sorted(described.items())}
-        found = {name.replace("/", "."): store.result() for name, store in opened.items()}
+        futures = {name: ts.open(_spec(base, name, driver, ocdbt)) for name, driver in sorted(described.items())}
+        found = {name.replace("/", "."): store.result() for name, store in futures.items()}
     return {name: store for name, store in found.items() if store.dtype.numpy_dtype is not None}
 
 
-def _spec(base: dict[str, str], name: str, driver: str, whole: bool) -> dict[str, Any]:
-    if whole:
+def _spec(base: dict[str, str], name: str, driver: str, ocdbt: bool) -> dict[str, Any]:
+    if ocdbt:
         return {"driver": driver, "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
     return {"driver": driver, "kvstore": base | {"path": f"{base['path']}{name}/"}}

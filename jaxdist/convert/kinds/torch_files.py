@@ -111,7 +111,7 @@ def experiment_in(path: Path) -> Experiment:
     return found.model_copy(update={"model": models.fitted(str(path), found.model, weights_of(path, tree, leaf))})
 
 
-def opened(
+def read_content(
     path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
 ) -> Content:
     """The content of a file. Its model is `wanted`, or what lies in or beside it says; `peak` decides as in `rates`.
@@ -168,7 +168,7 @@ def opened(
         with reading(path, "optimizer"):
             settings = rules.settings(str(path), rule, trained, shapes)
             if not own:
-                whose = rates.given(wanted, f"its {LOOP}" if has_loop(tree) else "")
+                whose = rates.schedule_origin(wanted, f"its {LOOP}" if has_loop(tree) else "")
                 told = rates.Told(path, trained, step, part(tree, SCHEDULER))
                 settings |= rates.going_on(told, found, whose, peak)
         experiment = trained_by(found, settings, f"{path}: optimizer")

@@ -21,7 +21,7 @@ from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds import orbax_files
 from jaxdist.convert.kinds.formats_test import content_of, tensors, written
-from jaxdist.convert.mappings.atoms import whole
+from jaxdist.convert.mappings.atoms import whole_entry
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats.hf import experiment_for, to_settings
 from jaxdist.formats.orbax import read_experiment
@@ -178,7 +178,7 @@ class TestTorchFiles:
         entry = {kind: torch.ones(2, 2) for kind in MOMENTS}
         state: Any = {"state": {0: entry, 1: entry}, "param_groups": [{"params": [0, 1]}]}
         shapes = dict.fromkeys("ab", (2, 2))
-        of_model = {name: whole(name, (name, 0), (2, 2)) for name in "ba"}
+        of_model = {name: whole_entry(name, (name, 0), (2, 2)) for name in "ba"}
         with pytest.raises(ConfigError, match=r"sorted by name, and its optimizer fits them both .* param_names"):
             rules.order_of("a.pt", state, shapes, lambda *_: of_model, str)
         state["param_groups"][0]["param_names"] = ["b", "a"]
@@ -288,7 +288,8 @@ class TestTorchFiles:
         main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
         (found,) = (tmp_path / "run" / "checkpoints").iterdir()
         copy = shutil.copytree(found, tmp_path / "run" / "exports" / found.name)
-        assert orbax_files.opened(found).origin.kind == "torch" and orbax_files.opened(copy).origin == Origin()
+        assert orbax_files.read_content(found).origin.kind == "torch"
+        assert orbax_files.read_content(copy).origin == Origin()
 
     @pytest.mark.parametrize("what", ["origin.json", "extras.pt", "files/config.json"])
     def test_damage_to_what_waits_for_the_way_back(self, what: str, tmp_path: Path) -> None:
@@ -401,13 +402,13 @@ class TestTorchFiles:
         """Where no config says otherwise."""
         self.script(tmp_path / "a.pt")
         (tmp_path / "config.json").write_text(json.dumps(to_settings(self.model, "float32")))
-        o = torch_files.opened(tmp_path / "a.pt").experiment.optimizer
+        o = torch_files.read_content(tmp_path / "a.pt").experiment.optimizer
         assert (o.learning_rate, o.decay, o.warmup) == (1e-3, "constant", 0)
 
     def test_more_steps_change_the_groups(self, tmp_path: Path) -> None:
         """Once more steps were made, rate and counters are those of now, under the script's names."""
         self.script(tmp_path / "a.pt", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, 1e-4))
-        content = torch_files.opened(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
+        content = torch_files.read_content(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
         later = replace(content, step=25, updates=25)
         torch_files.write(tmp_path / "b.pt", Conversion(later, "huggingface"))
         back = torch.load(tmp_path / "b.pt", weights_only=True)
@@ -423,16 +424,16 @@ class TestTorchFiles:
         saved, _ = self.script(tmp_path / "a.pt")
         torch.save(saved | {"step": step}, tmp_path / "a.pt")
         experiment = experiment_for(self.model.model_dump(), "test")
-        assert torch_files.opened(tmp_path / "a.pt", experiment).step == 7
+        assert torch_files.read_content(tmp_path / "a.pt", experiment).step == 7
         torch.save(saved | {"step": 7.5}, tmp_path / "a.pt")
-        assert torch_files.opened(tmp_path / "a.pt", experiment).step == 5  # as the optimizer counted
+        assert torch_files.read_content(tmp_path / "a.pt", experiment).step == 5  # as the optimizer counted
 
     def test_an_optimizer_before_its_first_step(self, tmp_path: Path) -> None:
         """It comes back as it was; and with ours once there are moments."""
         saved, _ = self.script(tmp_path / "a.pt")
         saved["optimizer"]["state"], saved["step"] = {}, 0
         torch.save(saved, tmp_path / "a.pt")
-        content = torch_files.opened(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
+        content = torch_files.read_content(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
         torch_files.write(tmp_path / "b.pt", Conversion(content, "huggingface"))
         back = torch.load(tmp_path / "b.pt", weights_only=True)
         same(back, saved)

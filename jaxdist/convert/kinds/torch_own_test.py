@@ -42,13 +42,13 @@ def test_what_a_run_logged(old: bool, tmp_path: Path) -> None:
         changed(file, **{"metrics.jsonl": LOG.decode()})
     main([str(file), str(tmp_path / "run")])
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == LOG
-    assert torch_files.opened(file).origin.extras.keys() == {"model", "optimizer", "scheduler", "step"}
+    assert torch_files.read_content(file).origin.extras.keys() == {"model", "optimizer", "scheduler", "step"}
 
 
 def test_a_long_log_is_no_part_of_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which we read no more than so much."""
     monkeypatch.setattr(torch_zips, "MOST_BYTES", len(LOG))
-    assert torch_files.opened(written(tmp_path / "a.pt", "torch", logged())).metrics == LOG
+    assert torch_files.read_content(written(tmp_path / "a.pt", "torch", logged())).metrics == LOG
 
 
 @pytest.mark.long
@@ -57,10 +57,10 @@ def test_a_log_is_read_a_line_at_a_time(kind: str, tmp_path: Path) -> None:
     """Its records at once would take ten times as much."""
     log = b'{"step": 1, "loss": 5.785955904024457, "grad_norm": 4.966336995753538, "tokens": 1280}\n' * 20_000
     there = written(tmp_path / "a", kind, replace(content_of(MODEL), metrics=log))
-    opened = KINDS[kind].format.opened
-    opened(there)  # imports count too
-    most = peak(lambda: opened(there))
-    assert opened(there).metrics == log
+    read_content = KINDS[kind].format.read_content
+    read_content(there)  # imports count too
+    most = peak(lambda: read_content(there))
+    assert read_content(there).metrics == log
     assert most < 5 * len(log)
 
 
@@ -81,10 +81,10 @@ def test_a_log_that_is_none(log: Any, tmp_path: Path) -> None:
 def test_files_that_go_along_are_named_as_such(name: Any, tmp_path: Path) -> None:
     """A file of ours with files that may not lie beside weights, or are weights themselves, is refused."""
     file = written(tmp_path / "a.pt", "torch", logged())
-    assert torch_files.opened(file).origin.own
+    assert torch_files.read_content(file).origin.own
     changed(file, files={name: torch.zeros(2, dtype=torch.uint8)})
     with pytest.raises(ConfigError, match="its files have"):
-        torch_files.opened(file)
+        torch_files.read_content(file)
 
 
 def test_what_goes_along_is_in_memory_once(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_what_goes_along_is_in_memory_once(tmp_path: Path) -> None:
     written(tmp_path / "a.pt", "torch", logged())  # imports count too
     content = replace(logged(), origin=Origin("hf", "huggingface", files=files))
     most = peak(lambda: written(tmp_path / "b.pt", "torch", content))
-    assert torch_files.opened(tmp_path / "b.pt").origin.files == files
+    assert torch_files.read_content(tmp_path / "b.pt").origin.files == files
     assert most < 0.5 * len(files["LICENSE"])
 
 

@@ -13,7 +13,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from jaxdist.convert.kinds import torch_numpy
 from jaxdist.convert.kinds.torch_compat import Unpickler
 from jaxdist.formats.torch_pickles import rehearse
-from jaxdist.formats.torch_zips import Place, opened, storage_of
+from jaxdist.formats.torch_zips import Place, open_zip, storage_of
 
 
 class Records:
@@ -23,7 +23,7 @@ class Records:
         """Raises OSError, ValueError or BadZipFile, and ConfigError for numbers of another byte order."""
         self.path, self.storages = path, dict[Place, UntypedStorage]()
         self.mapping: Any = None
-        self.pickle, self.places = opened(path, part)
+        self.pickle, self.places = open_zip(path, part)
 
     def tree(self, mapped: bool = False) -> Any:
         """The saved object. Its tensors are on the meta device, and `place` states their offset; or they are `mapped`

@@ -88,7 +88,7 @@ def test_what_another_program_zipped_is_what_torch_reads(way: str, tmp_path: Pat
     assert found.keys() == right["model"].keys()
     for name, entry in found.items():
         assert np.array_equal(entry.read(), right["model"][name].numpy()), name
-    content = torch_files.opened(file, experiment_for(MODEL.model_dump(), "test"))
+    content = torch_files.read_content(file, experiment_for(MODEL.model_dump(), "test"))
     besides = content.origin.extras["besides"]
     assert all(torch.equal(a, b) for a, b in zip(besides, tree["besides"], strict=True))
     main([str(file), str(tmp_path / "b.pt"), "--verify", "--model", config(tmp_path)])

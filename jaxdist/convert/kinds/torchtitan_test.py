@@ -95,15 +95,15 @@ def saved(folder: Path, names: Any, nested: bool = False, training: bool = True,
     return folder
 
 
-def opened(path: Path) -> Content:
-    return KINDS[kind_of(path)].format.opened(path, experiment_for(LLAMA.model_dump(), "test"))
+def read_content(path: Path) -> Content:
+    return KINDS[kind_of(path)].format.read_content(path, experiment_for(LLAMA.model_dump(), "test"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("names", [now, early_2026, same])
 def test_weights_optimizer_and_step(names: Any, nested: bool, tmp_path: Path) -> None:
-    content = opened(saved(tmp_path / "step-9", names, nested))
+    content = read_content(saved(tmp_path / "step-9", names, nested))
     for group, tensors in drawn().items():
         assert content.groups[group].keys() == {names(name) for name in tensors}
         for name, tensor in tensors.items():
@@ -121,7 +121,7 @@ def test_moments_of_queries_keys_and_values_in_one(tmp_path: Path) -> None:
     """There and back."""
     first = saved(tmp_path / "step-9", now, fused=True)
     main([str(first), str(tmp_path / "there"), *config(tmp_path, LLAMA), "--to", "dcp"])
-    for content in (opened(first), opened(tmp_path / "there")):
+    for content in (read_content(first), read_content(tmp_path / "there")):
         assert content.updates == UPDATES
         for group, tensors in drawn().items():
             for name, tensor in tensors.items():
@@ -142,7 +142,7 @@ def test_its_qwen3(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is here
         dcp.save(tensors, checkpoint_id=tmp_path / "step-9", no_dist=True)
-    read = KINDS["dcp"].format.opened(tmp_path / "step-9", experiment_for(model.model_dump(), "test"))
+    read = KINDS["dcp"].format.read_content(tmp_path / "step-9", experiment_for(model.model_dump(), "test"))
     assert read.naming == "torchtitan_qwen3"
     ours, expected = (Conversion(c, "huggingface").groups[PARAMETERS] for c in (read, content))
     assert all(np.array_equal(ours[name].read(), leaf.read()) for name, leaf in expected.items())
@@ -156,12 +156,12 @@ def test_there_and_back(tmp_path: Path) -> None:
     main([str(first), str(tmp_path / "there"), *config(tmp_path, LLAMA), "--to", "dcp"])
     before, after = (read_index(checkpoint_in(path)).state_dict_metadata for path in (first, tmp_path / "there"))
     assert before.keys() == after.keys()
-    back = opened(tmp_path / "there")
+    back = read_content(tmp_path / "there")
     assert (back.step, back.updates) == (STEP, UPDATES)
 
 
 def test_weights_alone(tmp_path: Path) -> None:
     """`last_save_model_only`."""
-    content = opened(saved(tmp_path / "step-9", now, training=False))
+    content = read_content(saved(tmp_path / "step-9", now, training=False))
     assert (content.step, content.updates, [*content.groups]) == (0, None, [PARAMETERS])
     main([str(tmp_path / "step-9"), str(tmp_path / "hf"), "--to", "hf", *config(tmp_path, LLAMA)])

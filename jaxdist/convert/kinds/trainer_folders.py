@@ -43,7 +43,7 @@ def described(path: Path) -> dict[str, Leaf]:
     return dict(trainer.read(path, READER)[0])
 
 
-def opened(
+def read_content(
     path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
 ) -> Content:
     """The content of a folder; its model is that of config.json, or `wanted`; `peak` decides as in `rates`.
@@ -64,7 +64,7 @@ def opened(
         fields, reason = _argued(path, state, logged, arguments)
         found = partial(logged_schedule, path, state, logged)
         told = rates.Told(path, state.groups, done, scheduler, (lambda: fields) if fields or reason else found, reason)
-        return rates.going_on(told, weights.experiment, rates.given(wanted), peak)
+        return rates.going_on(told, weights.experiment, rates.schedule_origin(wanted), peak)
 
     used = {trainer_arguments.FILE} if arguments else set[str]()
     files, left = files_of(path, {*read, *used, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})

@@ -162,7 +162,7 @@ def test_checkpoint_of_the_trainer(name: str, binary: bool, tmp_path: Path) -> N
     trained = Trained(tmp_path, MODELS[name])
     folder = huggingface(tmp_path / "checkpoint-9", trained, binary)
     assert kind_of(folder) == "trainer"
-    content = KINDS["trainer"].format.opened(folder)
+    content = KINDS["trainer"].format.read_content(folder)
     check_state(content, trained)
     assert content.step == DONE
     future = range(DONE + 1, STEPS + 3)
@@ -174,9 +174,9 @@ def test_folder_of_accelerate(layout: Callable[..., Path], tmp_path: Path) -> No
     trained = Trained(tmp_path)
     folder = layout(tmp_path / "state", trained)
     with pytest.raises(ConfigError, match="does not say what model it is; give --model"):
-        KINDS[kind_of(folder)].format.opened(folder)
+        KINDS[kind_of(folder)].format.read_content(folder)
     wanted = experiment_for(LLAMA.model_dump(), "test")
-    content = KINDS[kind_of(folder)].format.opened(folder, wanted)
+    content = KINDS[kind_of(folder)].format.read_content(folder, wanted)
     check_state(content, trained)
     assert content.step == DONE
     out = tmp_path / "run"
@@ -209,7 +209,7 @@ def test_a_mixture(name: str, tmp_path: Path) -> None:
         ],
     }
     torch.save(tree, folder / "optimizer.pt")
-    found, right = KINDS[kind_of(folder)].format.opened(folder), Conversion(content, "huggingface").groups
+    found, right = KINDS[kind_of(folder)].format.read_content(folder), Conversion(content, "huggingface").groups
     assert found.experiment.optimizer.weight_decay == 0.1
     for kind, leaves in right.items():
         assert found.groups[kind].keys() == leaves.keys()
@@ -271,7 +271,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 500}
     torch.save({"scale": 4096.0, "_growth_tracker": 7, **rule}, folder / "scaler.pt")
-    content = KINDS["trainer"].format.opened(folder)
+    content = KINDS["trainer"].format.read_content(folder)
     assert content.scaling is not None
     assert (float(content.scaling.scale), int(content.scaling.good)) == (4096.0, 7)
     assert (content.experiment.precision.policy, content.experiment.precision.growth_interval) == ("fp16", 500)
@@ -292,7 +292,7 @@ def test_within_the_warm_up_no_schedule_is_guessed(tmp_path: Path, capsys: pytes
     trained = Trained(tmp_path, warmup=12)
     folder = huggingface(tmp_path / "checkpoint-9", trained)
     now = trained.optimizer.param_groups[0]["lr"]
-    assert rates(KINDS["trainer"].format.opened(folder), range(DONE + 1, STEPS)) == pytest.approx([now] * 10)
+    assert rates(KINDS["trainer"].format.read_content(folder), range(DONE + 1, STEPS)) == pytest.approx([now] * 10)
     assert "the rule of its scheduler is not in it; its rate of now, 0.0015, stays" in capsys.readouterr().out
 
 
@@ -319,7 +319,7 @@ def test_weights_alone_are_a_checkpoint_too(tmp_path: Path) -> None:
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     (folder / "optimizer.pt").unlink()
     (folder / "scheduler.pt").unlink()
-    content = KINDS[kind_of(folder)].format.opened(folder)
+    content = KINDS[kind_of(folder)].format.read_content(folder)
     assert (content.step, content.updates, [*content.groups]) == (DONE, None, [PARAMETERS])
 
 
@@ -331,7 +331,7 @@ def test_another_order_of_the_optimizer_is_refused(tmp_path: Path) -> None:
     state["state"] = dict(enumerate(entries[1:] + entries[:1]))
     torch.save(state, folder / "optimizer.pt")
     with pytest.raises(ConfigError, match=r"optimizer.pt: its optimizer has .* in no order"):
-        KINDS["trainer"].format.opened(folder)
+        KINDS["trainer"].format.read_content(folder)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state.pth"])
@@ -370,6 +370,6 @@ def test_a_count_of_steps_that_is_none_is_refused(key: str, value: Any, tmp_path
     file = folder / "trainer_state.json"
     file.write_text(json.dumps({"global_step": DONE, "max_steps": STEPS, key: value}))
     with pytest.raises(ConfigError, match=rf"trainer_state.json: {key} = .* is no count of steps; .* leave it out"):
-        KINDS["trainer"].format.opened(folder)
+        KINDS["trainer"].format.read_content(folder)
     file.unlink()
-    assert KINDS["trainer"].format.opened(folder).step == DONE
+    assert KINDS["trainer"].format.read_content(folder).step == DONE

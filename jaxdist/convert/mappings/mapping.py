@@ -76,7 +76,7 @@ class Pair(NamedTuple):
         """By what ours, of this shape, is multiplied to be theirs."""
         return SCALES[self.row.scale](self.row.of_layer(shape))
 
-    def whole(self, shape: Shape) -> Shape:
+    def full_shape(self, shape: Shape) -> Shape:
         """The shape of theirs, of which a chunk has this one."""
         return (shape[0] * self.row.chunk[1], *shape[1:]) if self.row.chunk else shape
 
@@ -336,7 +336,7 @@ class KeyMapping:
                 )
             if pair.row.chunk and not there:
                 raise ConfigError(f"{self.source}: {pair.theirs} is a single number, which has no chunks")
-            found[pair.theirs] = pair.whole(there)
+            found[pair.theirs] = pair.full_shape(there)
         return found
 
     def undecided(self, ours: Shapes) -> list[str]:

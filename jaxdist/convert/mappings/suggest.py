@@ -144,8 +144,8 @@ def fold(shapes: Shapes) -> list[Node]:
         members = sorted(members)
         plain = all(template.replace(LAYER, str(number)) == name for number, name in members)  # no leading zeros
         before = template.partition(LAYER)[0]
-        whole = plain and not missing_layers(before, numbered[before])
-        if len(members) > 1 and whole and not any(name in taken for _, name in members):
+        complete = plain and not missing_layers(before, numbered[before])
+        if len(members) > 1 and complete and not any(name in taken for _, name in members):
             numbers, names = zip(*members, strict=True)
             taken |= dict.fromkeys(names, Node(template, shape, numbers, names, 0.0))
     nodes = [taken.get(name, Node(name, shape, (), (name,), 0.0)) for name, shape in shapes.items()]

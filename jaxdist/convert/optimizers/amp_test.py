@@ -52,7 +52,7 @@ def test_it_goes_on_by_its_own_rule(key: str, policy: str, tmp_path: Path) -> No
     """Also where --model has another; Apex's is GradScaler's default."""
     file = script(tmp_path, **{key: SCALER_STATES[key](1024.0, 3)})
     main([str(file), str(tmp_path / "run"), *(config(tmp_path, policy) if policy else []), "--verify"])
-    found = orbax_files.opened(tmp_path / "run")
+    found = orbax_files.read_content(tmp_path / "run")
     assert found.scaling is not None and (float(found.scaling.scale), int(found.scaling.good)) == (1024.0, 3)
     rule = RULE if key == "scaler" else {}
     assert found.experiment.precision == Precision.model_validate({"policy": "fp16"} | rule)
@@ -68,7 +68,7 @@ def test_it_ends_where_the_model_given_has_none(tmp_path: Path, capsys: pytest.C
     file = script(tmp_path, scaler=SCALER_STATES["scaler"](1024.0, 3))
     main([str(file), str(tmp_path / "run"), *config(tmp_path, "fp32")])
     assert "its loss scale ends here, precision.policy = fp32 of --model" in capsys.readouterr().out
-    assert orbax_files.opened(tmp_path / "run").scaling is None
+    assert orbax_files.read_content(tmp_path / "run").scaling is None
 
 
 @pytest.mark.long
@@ -83,7 +83,7 @@ def test_it_ends_where_the_model_given_has_none(tmp_path: Path, capsys: pytest.C
 )
 def test_what_is_no_scale_of_one_loss_waits_for_the_way_back(apex: dict[str, Any], tmp_path: Path) -> None:
     main([str(script(tmp_path, amp=apex)), str(tmp_path / "run")])
-    found = orbax_files.opened(tmp_path / "run")
+    found = orbax_files.read_content(tmp_path / "run")
     assert found.scaling is None and found.experiment.precision.policy == "fp32"
     main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
     assert torch.load(tmp_path / "b.pt", weights_only=True)["amp"] == apex

@@ -40,7 +40,7 @@ def peak_in(group: Mapping[str, Any]) -> Any:
     return group.get("max_lr", group.get("initial_lr"))
 
 
-def given(wanted: Experiment | None, own: str = "") -> str:
+def schedule_origin(wanted: Experiment | None, own: str = "") -> str:
     """Origin of the schedule: --model if it sets any field of one, else the source's `own`; "" if there is none."""
     return MODEL if wanted and wanted.optimizer.model_fields_set & FIELDS else own
 

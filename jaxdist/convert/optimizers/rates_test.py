@@ -116,8 +116,8 @@ def model(**schedule: Any) -> Experiment:
     return Experiment.parse(values | ({"optimizer": schedule, "train": {"steps": STEPS}} if schedule else {}), "test")
 
 
-def opened(path: Path, wanted: Experiment, **peak: Any) -> Content:
-    return KINDS[kind_of(path)].format.opened(path, wanted, **peak)
+def read_content(path: Path, wanted: Experiment, **peak: Any) -> Content:
+    return KINDS[kind_of(path)].format.read_content(path, wanted, **peak)
 
 
 def next_rates(content: Content) -> list[float]:
@@ -131,14 +131,14 @@ def test_without_a_rule_the_rate_of_now_stays(save: Save, tmp_path: Path, capsys
     """And it is said, whether there is a scheduler or none."""
     for saved, reason in ((ALONE, "it has no schedule"), (LAMBDA, "the rule of its scheduler is not in it")):
         (folder := tmp_path / reason).mkdir()
-        content = opened(save(folder, saved), model())
+        content = read_content(save(folder, saved), model())
         assert next_rates(content) == pytest.approx([1e-4] * 9, rel=1e-9)
         assert f"{reason}; its rate of now, 0.0001, stays; --model gives a schedule" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("save", SOURCES)
 def test_the_rule_of_a_scheduler_goes_on(save: Save, tmp_path: Path) -> None:
-    content = opened(save(tmp_path, COSINE), model())
+    content = read_content(save(tmp_path, COSINE), model())
     assert next_rates(content) == pytest.approx([cosine(step) for step in range(DONE + 1, STEPS + 1, 9)], rel=1e-6)
 
 
@@ -159,15 +159,15 @@ def test_a_given_schedule_decides_the_rates_to_come(
         ("own", {"lr": 1e-4, "initial_lr": PEAK / 2}, PEAK / 2),
     ):
         (tmp_path / name).mkdir()
-        content = opened(save(tmp_path / name, Saved(group, {})), given)
+        content = read_content(save(tmp_path / name, Saved(group, {})), given)
         assert next_rates(content) == pytest.approx([rate * peak / PEAK for rate in right], rel=1e-6), name
     assert "its peak, 0.00015, goes on by the schedule of --model, whose own is 0.0003" in capsys.readouterr().out
     off = save(tmp_path, ALONE)
     there = f"{cosine(DONE):g} at step {DONE} and {cosine(DONE + 1):g} at step {DONE + 1}"
     with pytest.raises(ConfigError, match=rf"rate of now is 0.0001, and the schedule of --model has {there}; give"):
-        opened(off, given)
-    assert next_rates(opened(off, given, peak="schedule")) == pytest.approx(right, rel=1e-6)
-    assert next_rates(opened(off, given, peak="now")) == pytest.approx([r * 1e-4 / PEAK for r in right], rel=1e-6)
+        read_content(off, given)
+    assert next_rates(read_content(off, given, peak="schedule")) == pytest.approx(right, rel=1e-6)
+    assert next_rates(read_content(off, given, peak="now")) == pytest.approx([r * 1e-4 / PEAK for r in right], rel=1e-6)
 
 
 @pytest.mark.long
@@ -189,8 +189,8 @@ def test_the_flag_without_a_schedule_is_refused(tmp_path: Path) -> None:
     """And of a kind that has no such optimizer."""
     source = file(tmp_path, LAMBDA)
     with pytest.raises(ConfigError, match=r"--peak schedule: .* has no schedule that can be read; give one by --model"):
-        opened(source, model(), peak="schedule")
-    assert opened(source, model(learning_rate=2e-4), peak="schedule").experiment.optimizer.learning_rate == 2e-4
+        read_content(source, model(), peak="schedule")
+    assert read_content(source, model(learning_rate=2e-4), peak="schedule").experiment.optimizer.learning_rate == 2e-4
     main([str(source), str(tmp_path / "hf"), "--to", "hf", "--model", str(section(tmp_path))])
     with pytest.raises(ConfigError, match=r"--peak: SOURCE .* it belongs to deepspeed, trainer, dcp, torch; leave it"):
         main([str(tmp_path / "hf"), str(tmp_path / "run"), "--peak", "now"])

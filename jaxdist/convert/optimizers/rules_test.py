@@ -41,7 +41,7 @@ CLASSES: dict[str, Any] = {
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    return KINDS[kind_of(path)].format.opened(path).experiment.optimizer.model_dump()
+    return KINDS[kind_of(path)].format.read_content(path).experiment.optimizer.model_dump()
 
 
 @pytest.mark.long
@@ -74,7 +74,7 @@ def test_factors_of_convolutions(tmp_path: Path) -> None:
     first = written(tmp_path / "first", "orbax", content)
     main([str(first), str(tmp_path / "dcp"), "--to", "dcp"])
     Y, _, I, O = stem  # noqa: E741
-    there = KINDS["dcp"].format.opened(tmp_path / "dcp").groups["row_var"]["stem.conv.weight"].shape
+    there = KINDS["dcp"].format.read_content(tmp_path / "dcp").groups["row_var"]["stem.conv.weight"].shape
     assert (stem[1], there) == (1, (O, I, Y, 1))
     main([str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "orbax"])
     assert tensors(tmp_path / "back") == tensors(first)
@@ -143,7 +143,7 @@ def test_a_script_gets_its_own_back(name: str, tmp_path: Path) -> None:
     """And trains in a run of its rule until then."""
     saved = script(tmp_path / "a.pt", CLASSES[name], tmp_path)
     config = tmp_path / "model.toml"
-    experiment = KINDS["torch"].format.opened(tmp_path / "weights.pt").experiment
+    experiment = KINDS["torch"].format.read_content(tmp_path / "weights.pt").experiment
     config.write_text(tomli_w.dumps(experiment.model_dump(include={"model", "data"}, exclude_none=True)))
     main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", str(config)])
     section = settings_of(tmp_path / "run")
@@ -188,7 +188,7 @@ def test_the_average_in_place_of_the_weights(kind: str, tmp_path: Path, capsys: 
     main([str(source), str(tmp_path / "average"), "--to", "hf", "--ema"])
     averages = {n: leaf.read() for n, leaf in content.groups["ema"].items()}
     main([str(tmp_path / "average"), str(tmp_path / "ours"), "--to", "orbax"])
-    found = KINDS["orbax"].format.opened(tmp_path / "ours").groups[PARAMETERS]
+    found = KINDS["orbax"].format.read_content(tmp_path / "ours").groups[PARAMETERS]
     for name, average in averages.items():
         layers = [leaf.read() for key, leaf in found.items() if key.partition("[")[0] == name]
         np.testing.assert_array_equal(np.stack(layers) if len(layers) > 1 else layers[0], average)

@@ -49,7 +49,7 @@ def test_the_schedule_that_was_asked_for_goes_on(kind: str, tmp_path: Path) -> N
         huggingface(tmp_path / "checkpoint-9", trained), kind, lr_scheduler_kwargs=SCHEDULES[kind],
         warmup_steps=0.2 if kind == "linear" else 4,
     )  # fmt: skip
-    found = KINDS["trainer"].format.opened(folder)
+    found = KINDS["trainer"].format.read_content(folder)
     assert rates(found, FUTURE) == pytest.approx(scheduled(trained, FUTURE), rel=1e-6)
     assert rates(found, FUTURE)[0] > rates(found, FUTURE)[-1] > 0  # a planted constant would be seen
 
@@ -59,7 +59,7 @@ def test_batch_clip_and_precision(tmp_path: Path, capsys: pytest.CaptureFixture[
     folder = arguments(huggingface(tmp_path / "checkpoint-9", Trained(tmp_path)), bf16=True)
     for rank in range(2):
         (folder / f"rng_state_{rank}.pth").write_bytes(b"")
-    e = KINDS["trainer"].format.opened(folder).experiment
+    e = KINDS["trainer"].format.read_content(folder).experiment
     assert (e.train.batch, e.train.accumulation, e.train.steps) == (16, 4, STEPS)
     assert (e.optimizer.clip, e.precision.policy) == (0.5, "bf16")
     assert "a batch of 16, 2 x 4 accumulated x 2 processes; clip 0.5, bf16" in capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_the_precision_of_the_arguments(
     half = {policy: True} if policy != "fp32" else {}
     made = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=STEPS, use_cpu=True, **half)
     torch.save(made, folder / trainer_arguments.FILE)
-    found = KINDS["trainer"].format.opened(folder)
+    found = KINDS["trainer"].format.read_content(folder)
     assert found.experiment.precision == Precision.model_validate({"policy": policy})  # its dtypes and scale too
     assert (found.scaling and float(found.scaling.scale)) == scale
     assert ("clip 1.0, fp16" in capsys.readouterr().out) == (policy == "fp16")
@@ -103,18 +103,18 @@ def test_what_does_not_go_on_is_named(
     trained = Trained(tmp_path, schedule=kind, warmup=warmup)
     folder = arguments(huggingface(tmp_path / "checkpoint-9", trained), kind, warmup_steps=warmup)
     now = trained.optimizer.param_groups[0]["lr"]
-    assert rates(KINDS["trainer"].format.opened(folder), FUTURE) == pytest.approx([now] * len(FUTURE))
+    assert rates(KINDS["trainer"].format.read_content(folder), FUTURE) == pytest.approx([now] * len(FUTURE))
     assert says in capsys.readouterr().out
 
 
 def test_a_model_that_is_given_is_completed(tmp_path: Path) -> None:
     """Without config.json: what --model does not set is what the Trainer was told, and what it sets is not."""
     folder = arguments(huggingface(tmp_path / "checkpoint-9", Trained(tmp_path)))
-    whole = KINDS["trainer"].format.opened(folder).experiment
+    whole = KINDS["trainer"].format.read_content(folder).experiment
     (folder / "config.json").unlink()
     values = {"model": whole.model.model_dump(exclude_none=True), "optimizer": {"clip": 2.0}}
     values["data"] = {"sequence": whole.data.sequence}
-    found = KINDS["trainer"].format.opened(folder, Experiment.parse(values, "test")).experiment
+    found = KINDS["trainer"].format.read_content(folder, Experiment.parse(values, "test")).experiment
     assert found.train == whole.train and found.optimizer == whole.optimizer.model_copy(update={"clip": 2.0})
 
 
@@ -122,7 +122,7 @@ def test_another_scheduler_than_the_arguments_say(tmp_path: Path, capsys: pytest
     """A Trainer may be given one; the rates that it logged tell it then."""
     trained = Trained(tmp_path, schedule="cosine")
     folder = arguments(huggingface(tmp_path / "checkpoint-9", trained), "linear")
-    assert rates(KINDS["trainer"].format.opened(folder), FUTURE) == pytest.approx(
+    assert rates(KINDS["trainer"].format.read_content(folder), FUTURE) == pytest.approx(
         scheduled(trained, FUTURE), rel=1e-6, abs=1e-9
     )
     assert "its rates are those of decay = cosine over 20 steps" in capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_weights_alone_go_on_by_the_arguments(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     folder = arguments(huggingface(tmp_path / "checkpoint-9", trained))
     (folder / "optimizer.pt").unlink()
-    found = KINDS["trainer"].format.opened(folder)
+    found = KINDS["trainer"].format.read_content(folder)
     assert [*found.groups] == [PARAMETERS]
     assert rates(found, FUTURE) == pytest.approx(scheduled(trained, FUTURE), rel=1e-6)
     o = found.experiment.optimizer

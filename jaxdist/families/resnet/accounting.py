@@ -143,7 +143,7 @@ class ImageFootprint(Footprint):
         return self.images * (e.train.accumulation * 4 * (pixels + 1) + again)
 
     @property
-    def whole(self) -> float:
+    def materialized(self) -> float:
         """Bytes of the parameters where they are gathered or cast. CPUs have 16 bits as 32 too; and where a loop over
         microbatches reads what was made before it, once more what was gathered, or was cast to be turned."""
         e = self.experiment
@@ -200,7 +200,7 @@ class ImageFootprint(Footprint):
 
     def _moments(self) -> Iterator[dict[str, float]]:
         many, stem = self.experiment.train.accumulation > 1, self.blocks[0]
-        during = {BATCH: self.batch, WHOLE: self.whole, TURNED: self.turned}
+        during = {BATCH: self.batch, WHOLE: self.materialized, TURNED: self.turned}
         accumulators = self.gradients * many
         searched = self.arrays(SEARCHED[self.platform], stem)
         yield during | {GRADIENTS: accumulators, BLOCKS: self.kept_by_block[0], POOLING: searched}

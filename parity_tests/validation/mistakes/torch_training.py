@@ -318,8 +318,8 @@ def muon_without_nesterov() -> None:
 @planted("muon", "distribution", "weights/layers.*")
 def orthogonal_by_pieces_of_a_rank() -> None:
     """muon makes each rank's piece of a matrix orthogonal."""
-    plant(matrices.Pieces, "whole", lambda self, piece, x: x)
-    plant(matrices.Pieces, "own", lambda self, piece, whole: whole)
+    plant(matrices.Pieces, "gathered", lambda self, piece, x: x)
+    plant(matrices.Pieces, "piece_of", lambda self, piece, whole: whole)
 
 
 @planted("adam", "mathematics", "ema/*")
