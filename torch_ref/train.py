@@ -29,7 +29,7 @@ from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.accounting.traffic import Traffic
 from torch_ref.families.models import build, module_of
-from torch_ref.formats.hf import describe, lies_beside
+from torch_ref.formats.hf import describe, lies_beside, opening_once, release
 from torch_ref.parallel import experts, pipeline
 from torch_ref.parallel.context import context
 from torch_ref.parallel.mesh import BATCH, rank_over
@@ -45,6 +45,7 @@ from torch_ref.training.step import Rows, evaluate, train_step
 Report = Callable[[dict[str, Any]], None]
 
 
+@opening_once()
 def main(argv: Sequence[str] | None = None) -> None:
     """Check what can be checked by one process, then train in every rank."""
     arguments = parse(
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in () if launch.quiet() else arguments.notes:
         say(line)
     rank = partial(train, experiment, plan, dataset, arguments, folder)
-    rank() if launch.launched() else launch.start(plan, rank)
+    rank() if launch.launched() else launch.start(plan, rank, release)
 
 
 @in_device_memory(torch.OutOfMemoryError, LESS)
@@ -92,6 +93,7 @@ def train(
                 launch.from_first(
                     lambda: begin(folder, experiment, start, partial(lies_beside, arguments.companions_of))
                 )
+            release()
             if first:
                 say(str(plan))
                 rows = dataset.table(experiment.train) | notes(model, memory)

@@ -1,6 +1,8 @@
 """Weights of a source of any kind: the neutral plan followed with torch's tensors."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from jaxdist.formats.finite import BadValues
 from jaxdist.formats.headers import Header
 from jaxdist.formats.origin import CompanionFiles, companion_files
 from jaxdist.formats.plan import plan_of, untied
-from jaxdist.formats.sources import found
+from jaxdist.formats.sources import Found, found
 from jaxdist.formats.tables import EXPERTS, Stored, stored
 from torch_ref.formats.arrays import to_torch
 from torch_ref.formats.finite import bad_values
@@ -22,12 +24,35 @@ from torch_ref.formats.reader import READER
 from torch_ref.parallel.weights import VOCABULARY
 
 
+@cache
+def opened(path: Path) -> Found:
+    """The source at `path`, opened once for all that the start of a run asks of it, until `release`.
+
+    Raises ConfigError."""
+    return found(path, READER)
+
+
+def release() -> None:
+    """Close the sources that are open: files of before torch 1.6 are in memory as long."""
+    opened.cache_clear()
+
+
+@contextmanager
+def opening_once() -> Iterator[None]:
+    """Around a command: nothing that it opened stays open after it."""
+    try:
+        yield
+    finally:
+        release()
+
+
 class Weights:
     """The tensors of a source of any kind under torch_ref's names, read one at a time."""
 
-    def __init__(self, path: Path, wanted: Model):
-        """Raises ConfigError when the source cannot be read or is of another model than `wanted`."""
-        source = found(path, READER)
+    def __init__(self, path: Path, wanted: Model, source: Found | None = None):
+        """`source`: of `path`, where it is open. Raises ConfigError when it cannot be read or is of another model than
+        `wanted`."""
+        source = source or found(path, READER)
         self.path, self.leaves, self.model = source.path, source.leaves, source.model(wanted)
         same_model(wanted, self.model, str(self.path))
         self.tokens = _without_padding(self.model, wanted)
@@ -93,7 +118,7 @@ def describe(path: Path) -> Source | None:
     if described := source_of(path):
         return described
     with suppress(ConfigError):  # whoever reads the weights says what is wrong
-        source = found(path, READER)
+        source = opened(path)
         if source.told:
             return of_experiment(path, source.told)._replace(notes=source.notes)
         if source.rows and (told := models.told_beside(path)):
@@ -107,7 +132,7 @@ def lies_beside(path: Path | None) -> CompanionFiles | None:
     if (kept := companion_files(path)) is not None or path is None:
         return kept
     with suppress(ConfigError):
-        source = found(path, READER)
+        source = opened(path)
         files = source.files()
         first = next(iter(source.leaves.values()), None)
         return CompanionFiles(files, str(first.dtype)) if first and CONFIG in files else None

@@ -87,7 +87,7 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
         load_weights(found, model, config, theirs.model)
         check_start(found, dict(model_tensors(model)), dtype, theirs.precision.parameters)
     else:
-        weights = hf.Weights(found, config)
+        weights = hf.Weights(found, config, hf.opened(found))
         weights.check()
         fill(model, lambda name, shape: extended(weights.read(name), shape))
         check_read(found, weights.bad)

@@ -1,0 +1,69 @@
+"""A start of torch_ref opens its source once, whatever it asks of it: the model, the weights, what lies beside."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError
+from jaxdist.conftest import free_port
+from jaxdist.formats.leaves import Reader
+from jaxdist.formats.sources import Found
+from parity_tests.suite.source_kinds_test import SOURCES, as_it_is
+from torch_ref.formats import hf
+from torch_ref.train import main
+
+pytestmark = pytest.mark.long
+
+LINE = "--device cpu --mesh 1x1 --train.steps 0 --train.validation_batches 0 --checkpoint.final false"
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The paths that are opened, by one rank in this process."""
+    paths: list[Path] = []
+    found = hf.found
+
+    def counted(path: Path, reader: Reader) -> Found:
+        paths.append(path)
+        return found(path, reader)
+
+    monkeypatch.setattr(hf, "found", counted)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delenv("TORCH_REF_STORE", raising=False)
+    yield paths
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["ZeRO 2", "the Trainer, pytorch_model.bin", "Meta", "Hugging Face"])
+def test_a_source_is_opened_once(name: str, tmp_path: Path, opened: list[Path]) -> None:
+    path = SOURCES[name][1](made(tmp_path / "source"), as_it_is)
+    (np.arange(999, dtype=np.uint16) % 5).tofile(tmp_path / "ids.bin")
+    data = ["--data.path", str(tmp_path / "ids.bin"), "--data.bin_dtype", "uint16", "--data.sequence", "8"]
+    main([*LINE.split(), *data, "--init", str(path), "--output", str(tmp_path / "run")])
+    assert opened == [path]
+    assert not hf.opened.cache_info().currsize
+
+
+def test_a_refused_start_leaves_nothing_open(tmp_path: Path, opened: list[Path]) -> None:
+    path = SOURCES["Meta"][1](made(tmp_path / "source"), as_it_is)
+    with pytest.raises(ConfigError, match=r"model\.layers"):
+        main([*LINE.split(), "--model.layers", "7", "--init", str(path)])
+    assert opened and not hf.opened.cache_info().currsize
+
+
+def test_weights_by_themselves_are_those_of_now(tmp_path: Path, opened: list[Path]) -> None:
+    """Outside of a start nothing is kept: a file may be written again."""
+    path, model = SOURCES["Hugging Face"][1](made(tmp_path / "a"), as_it_is), SOURCES["Hugging Face"][2]
+    other = SOURCES["Hugging Face"][1](made(tmp_path / "b"), lambda tensors: {n: t + 1 for n, t in tensors.items()})
+    before = hf.Weights(path, model).read("norm.weight")
+    shutil.copytree(other, path, dirs_exist_ok=True)
+    assert (hf.Weights(path, model).read("norm.weight") == before + 1).all() and opened == [path, path]
