@@ -10,7 +10,7 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.conftest import free_port
 from jaxdist.formats.leaves import Reader
-from jaxdist.formats.sources import Found
+from jaxdist.formats.sources import Found, found
 from parity_tests.suite.source_kinds_test import SOURCES, as_it_is
 from torch_ref.formats import hf
 from torch_ref.train import main
@@ -24,7 +24,6 @@ LINE = "--device cpu --mesh 1x1 --train.steps 0 --train.validation_batches 0 --c
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """The paths that are opened, by one rank in this process."""
     paths: list[Path] = []
-    found = hf.found
 
     def counted(path: Path, reader: Reader) -> Found:
         paths.append(path)
