@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from jaxdist.accounting.forms import UPDATE
 from jaxdist.command_line.arguments import Parser, add_fields, count, load, load_before_fields, user_path
 from jaxdist.command_line.plugins import add_plugins
 from jaxdist.config import ConfigError, Experiment, exit_codes
@@ -147,12 +148,17 @@ def verdict(plan: Plan, change: Plan | None) -> str:
 
 
 def unknown(plan: Plan, compiled: Compiled | None) -> str:
-    """Which closed forms the family lacks, and where to read the measured numbers."""
-    told = {"footprint": "memory and time", "exchanges": "traffic and time", "flops": "MFU"}
-    lacking = ", ".join(f"{form} ({told[form]})" for form in plan.unknown)
+    """Which closed forms the family and the optimizer lack, and where to read the measured numbers."""
+    e, told = plan.experiment, {"footprint": "memory and time", "exchanges": "traffic and time", "flops": "MFU"}
+    found = []
+    if lacking := ", ".join(f"{form} ({told[form]})" for form in plan.unknown if form in told):
+        found.append(f"the closed form of family {e.model.family} is unknown: its accounting lacks {lacking}")
+    if UPDATE in plan.unknown:
+        found.append(
+            f"the closed form of optimizer {e.optimizer.name} is unknown: its row lacks traffic (traffic and time)"
+        )
     measured = "the compiled step is measured above" if compiled else "--compiled measures the compiled step"
-    family = plan.experiment.model.family
-    return f"the closed form of family {family} is unknown: its accounting lacks {lacking}; {measured}"
+    return "; ".join([*found, measured])
 
 
 def show(plan: Plan, compiled: Compiled | None, said: Sequence[str]) -> None:

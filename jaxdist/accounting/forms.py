@@ -32,16 +32,29 @@ class Accounting:
 
 
 class Unknown(ConfigError):
-    """A closed form that a family lacks."""
+    """A closed form that a family or an optimizer lacks."""
 
 
-def unknown(model: Model, form: str) -> Unknown:
-    """The error for a form of `Accounting` that is asked for and not there."""
+UPDATE = "traffic"  # the closed form of an optimizer, a piece of its row; those of a family are fields of `Accounting`
+
+
+def unknown(experiment: Experiment, form: str) -> Unknown:
+    """The error for a form that is asked for and not there."""
+    e = experiment
+    field, register = f"model.family = {e.model.family}", f"the family with an accounting that has {form}"
+    if form == UPDATE:
+        field, register = f"optimizer.name = {e.optimizer.name}", f"the optimizer with {form}, or as elementwise"
     return Unknown(
-        f"model.family = {model.family}: the closed form of its {form}, by which plans are ranked and drawn, is "
-        "unknown; leave out --recommend and --output and give --mesh and --compiled, or register the family with an "
-        f"accounting that has {form}"
+        f"{field}: the closed form of its {form}, by which plans are ranked and drawn, is unknown; leave out "
+        f"--recommend and --output and give --mesh and --compiled, or register {register}"
     )
+
+
+def lacking(experiment: Experiment, mesh: Mesh) -> list[str]:
+    """The closed forms that the family and the optimizer lack, by their names in `Accounting` and in its row."""
+    there = accounting_of(experiment.model)
+    found = [name for name in ("footprint", "exchanges", "flops") if getattr(there, name) is None]
+    return found if traffic.update_is_known(experiment, mesh) else [*found, UPDATE]
 
 
 def accounting_of(model: Model) -> Accounting:
@@ -66,9 +79,9 @@ def footprint(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh, platf
 
 def least_bytes(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> dict[str, float] | None:
     """Least bytes that a device must send per step, by mesh axis: for parameters, for what an update rule asks of whole
-    ones, and for the exchanges of the family; None where these are unknown."""
+    ones, and for the exchanges of the family; None where one of these is unknown."""
     exchanges = accounting_of(experiment.model).exchanges
-    if exchanges is None:
+    if exchanges is None or not traffic.update_is_known(experiment, mesh):
         return None
     found = Counter(traffic.least_of_parameters(experiment, param_specs, mesh))
     found += Counter(traffic.least_of_update(experiment, param_specs, mesh))

@@ -1,4 +1,4 @@
-"""A family without closed forms: what a plan and a run tell of it, and what they call unknown."""
+"""A family or an optimizer without closed forms: what a plan and a run tell of it, and what they call unknown."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,8 @@ from jaxdist.accounting.forms import Accounting, accounting_of, flops_per_token,
 from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError
 from jaxdist.config.hardware import hardware
-from jaxdist.config.registry import FAMILIES
+from jaxdist.config.optimizer import ALL, MATRICES, OPTIMIZERS, UpdateRule
+from jaxdist.config.registry import FAMILIES, Owner
 from jaxdist.planner.plans import Plan, param_specs
 
 
@@ -73,3 +74,46 @@ def test_each_form_is_known_by_itself(forms: Any) -> None:
     one = Plan(e, hardware("h100"))
     assert one.memory == known.memory and one.fits and one.if_known("time") is None and one.if_known("mfu") is None
     assert one.unknown == ["exchanges", "flops"]
+
+
+@pytest.fixture
+def rule(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Registers the optimizer `norms`, whose every update depends on a whole parameter."""
+
+    def register(**pieces: Any) -> None:
+        row = UpdateRule("norms", pieces.pop("states", {"exp_avg": ALL}), "nowhere:rule", **pieces)
+        monkeypatch.setitem(OPTIMIZERS._rows, "norms", row)
+        monkeypatch.setitem(OPTIMIZERS._owners, "norms", Owner("one"))
+
+    return register
+
+
+def test_an_optimizer_that_is_not_elementwise_has_unknown_traffic(
+    rule: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--optimizer.name", "norms", "--mesh"]
+    for pieces in ({"elementwise": False}, {"states": {"exp_avg": MATRICES}}):
+        rule(**pieces)
+        found = told(capsys, *asked, "2x4")
+        assert found["unknown"] == ["traffic"] and found["fits"] and found["memory"]["peak"] > 0
+        assert [found[name] for name in ("least_bytes", "time", "tokens_per_second", "mfu")] == [None] * 4
+        plan.main([*asked, "2x4"])
+        said = " ".join(capsys.readouterr().out.split())
+        assert "the closed form of optimizer norms is unknown: its row lacks traffic (traffic and time); --comp" in said
+        with pytest.raises(
+            ConfigError, match=r"^optimizer.name = norms: the closed form of its traffic, .* elementwise$"
+        ):
+            plan.main([*asked[:2], "--recommend", "--devices", "8"])
+        assert told(capsys, *asked, "1x1")["least_bytes"] == {}  # one device sends nothing
+
+
+def test_an_optimizer_that_is_elementwise_or_states_its_traffic_is_known(
+    rule: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--optimizer.name", "norms", "--mesh", "2x4"]
+    plain = told(capsys, "--mesh", "2x4")["least_bytes"]
+    for pieces in ({}, {"elementwise": True, "states": {"exp_avg": MATRICES}}):
+        rule(**pieces)
+        assert told(capsys, *asked)["least_bytes"] == plain
+    rule(elementwise=False, traffic=lambda e, spec, mesh: [("all_reduce", ("tensor",), 100.0)])
+    assert told(capsys, *asked)["least_bytes"]["tensor"] > plain["tensor"]

@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval
 
 from jaxdist.config import Experiment
 from jaxdist.config.optimizer import OPTIMIZERS
-from jaxdist.config.plugins import piece
+from jaxdist.config.plugins import optional
 from jaxdist.parallel.pipeline import Timetable
 from jaxdist.parallel.sharding import BLOCKS, TOKENS, ParamSpec, strategy
 
@@ -187,6 +187,12 @@ def least_of_parameters(
     return {axis: size for axis, size in total.items() if size}
 
 
+def update_is_known(experiment: Experiment, mesh: Mapping[str, int]) -> bool:
+    """Whether the traffic of the update rule is known: of an elementwise one, by its closed form, or on one device."""
+    o = experiment.optimizer
+    return o.elementwise or OPTIMIZERS[o.name].traffic is not None or math.prod(mesh.values()) == 1
+
+
 def least_of_update(
     experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> dict[str, float]:
@@ -201,9 +207,8 @@ def of_update(
     experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """Each parameter's collectives in an update (`jaxdist/training/matrices.py`): name, axes and bytes."""
-    if OPTIMIZERS[experiment.optimizer.name].traffic is None:
+    if (of_rule := optional(OPTIMIZERS, experiment.optimizer.name, "traffic")) is None:
         return
-    of_rule = piece(OPTIMIZERS, experiment.optimizer.name, "traffic", "its accounting")
     for spec in (spec for spec in param_specs.values() if not spec.statistic):
         yield from of_rule(experiment, spec, mesh)
 

@@ -36,7 +36,7 @@ from jaxdist.config.parallel import Parallel, resized, written
 from jaxdist.config.plugins import Plugins, load_plugins, used
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
-from jaxdist.config.registry import FAMILIES, default_family
+from jaxdist.config.registry import FAMILIES, default_family, families_with
 from jaxdist.config.strategies import STRATEGIES
 
 
@@ -234,9 +234,10 @@ class Experiment(Section):
                     f"data.{field} has {len(values)} numbers, and model.channels = {model.channels}; give one, or one "
                     "for each channel"
                 )
-        if self.optimizer.name == "muon":
+        if OPTIMIZERS[self.optimizer.name].matrices_alone:
             raise ValueError(
-                f"optimizer.name = muon with model.family = {model.family}: it is of matrices alone; use adamw"
+                f"optimizer.name = {self.optimizer.name} with model.family = {model.family}: it is of matrices alone; "
+                "use adamw"
             )
         if not all(self.data.pixel_std):
             raise ValueError("data.pixel_std = 0 divides by nothing; use data.pixel_std = 1 for pixels as they are")
@@ -338,7 +339,7 @@ class Experiment(Section):
         if not (experts := getattr(model, "experts", 0)):
             if n > 1:
                 mesh = shrunk(self, {**axes, "expert": 1, "fsdp": axes["fsdp"] * n}, ["fsdp"], "dim")
-                other = "" if "model.family" in self.pinned else ", or model.family = mixtral or qwen3_moe"
+                other = "" if "model.family" in self.pinned else f", or model.family = {families_with('experts')}"
                 raise ConfigError(
                     f"parallel.mesh: axis expert = {n} splits experts, and model.family = {model.family} has none; use "
                     f"--mesh {written(mesh)}{along(grown(self, mesh))}{other}"

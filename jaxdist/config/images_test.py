@@ -1,8 +1,10 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.optimizer import OPTIMIZERS
 
 MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32", "stem": 8, "image": 8, "classes": 10}
 
@@ -44,3 +46,11 @@ def test_what_images_cannot_have(values: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         made = Experiment.parse({**values, "model": MODEL | values.get("model", {})}, source="test")
         made.check_mesh(made.parallel.axes())
+
+
+def test_an_optimizer_says_that_it_is_of_matrices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"model": MODEL, "optimizer": {"name": "adam"}}
+    Experiment.parse(values, source="test")
+    monkeypatch.setitem(OPTIMIZERS._rows, "adam", replace(OPTIMIZERS["adam"], matrices_alone=True))
+    with pytest.raises(ConfigError, match=r"optimizer.name = adam with model.family = resnet: it is of matrices alone"):
+        Experiment.parse(values, source="test")

@@ -71,9 +71,13 @@ Counts = Annotated[tuple[Count, ...], LISTED]
 
 
 class Model(Section):
-    """Fields of every model. `input_kind` is the kind of its training data."""
+    """Fields of every model. `input_kind` is the kind of its training data.
+
+    `free`: fields in which a model may differ from weights of it: how they were drawn and are trained.
+    """
 
     input_kind: ClassVar[Literal["tokens", "images"]] = "tokens"
+    free: ClassVar[frozenset[str]] = frozenset({"init_std"})
 
     if TYPE_CHECKING:  # fields, properties or class variables of a family's own class
 
@@ -120,7 +124,9 @@ class Model(Section):
 
 
 class Decoder(Model):
-    """Fields of every decoder."""
+    """Fields of every decoder. Its vocabulary may be padded otherwise than that of its weights."""
+
+    free: ClassVar[frozenset[str]] = Model.free | {"vocab_multiple"}
 
     layers: Count = 4
     """Number of blocks, L."""
@@ -161,7 +167,9 @@ class Decoder(Model):
 
 
 class Rotary(Decoder):
-    """Decoders with rotary positions, grouped queries, RMSNorm and gated MLPs."""
+    """Decoders with rotary positions, grouped queries, RMSNorm and gated MLPs. No weights belong to positions."""
+
+    free: ClassVar[frozenset[str]] = Decoder.free | {"positions"}
 
     kv_heads: Count = 4
     """Key and value heads, K; each serves H/K query heads."""
@@ -215,6 +223,7 @@ class ImageModel(Model):
     """Fields of every image classifier."""
 
     input_kind: ClassVar[Literal["tokens", "images"]] = "images"
+    free: ClassVar[frozenset[str]] = Model.free | {"image"}
     tied: ClassVar[bool] = False
     head_dim: ClassVar[int] = 0
 
@@ -256,13 +265,8 @@ Shape = tuple[int, ...]
 
 
 def held_by_weights(model: Model) -> set[str]:
-    """Fields in which a model cannot differ from weights of it.
-
-    How weights were drawn and are trained, and how far rotary positions may reach, is no property of the weights. A
-    vocabulary may be padded.
-    """
-    free = {"init_std", "balance", "capacity", "momentum", "image", "vocab_multiple"}
-    return {*type(model).model_fields} - free - ({"positions"} if isinstance(model, Rotary) else set())
+    """Fields in which a model cannot differ from weights of it: all but its family's `free` ones."""
+    return {*type(model).model_fields} - model.free
 
 
 def model_differences(wanted: Model, found: Model) -> dict[str, tuple[Any, Any]]:

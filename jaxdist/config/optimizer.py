@@ -60,8 +60,13 @@ class UpdateRule:
     stateless: Callable[["Optimizer"], bool] = lambda o: False
     """Whether it keeps nothing under these settings."""
     traffic: Reference | None = None
-    """Traffic for whole parameters (`jaxdist.accounting.traffic.of_update`); None: none if every parameter has all
-    states, else unknown."""
+    """Traffic for whole parameters (`jaxdist.accounting.traffic.of_update`); None: none of an elementwise rule, else
+    unknown."""
+    elementwise: bool | None = None
+    """Whether each number of a parameter is updated by its own gradient and state alone; None: if every parameter has
+    all states."""
+    matrices_alone: bool = False
+    """Whether image models, whose kernels are no matrices, are refused."""
 
 
 MOMENTS: dict[str, AppliesTo] = {"exp_avg": ALL, "exp_avg_sq": ALL}
@@ -155,6 +160,12 @@ class Optimizer(Section):
         return any(applies_to is not ALL for applies_to in OPTIMIZERS[self.name].states.values())
 
     @property
+    def elementwise(self) -> bool:
+        """Whether each number of a parameter is updated by its own gradient and state alone."""
+        declared = OPTIMIZERS[self.name].elementwise
+        return not self.depends_on_role if declared is None else declared
+
+    @property
     def has_eps(self) -> bool:
         """Whether the rule divides by the root of a second moment, to which `eps` is added."""
         return "exp_avg_sq" in OPTIMIZERS[self.name].states
@@ -186,6 +197,7 @@ for _row in (
         "jaxdist.training.optim:muon",
         squares=("exp_avg_sq",),
         traffic="jaxdist.accounting.traffic:of_muon",
+        matrices_alone=True,
     ),
 ):
     OPTIMIZERS.register(_row, OURS)

@@ -165,6 +165,11 @@ def families_of(input_kind: str) -> str:
     return " or ".join(name for name, row in FAMILIES.items() if row.config.input_kind == input_kind)
 
 
+def families_with(field: str) -> str:
+    """The families whose model sections have a field, as a message gives them."""
+    return " or ".join(name for name, row in FAMILIES.items() if field in row.config.model_fields)
+
+
 def default_family() -> str:
     """The family of a config that names none: the first row."""
     return next(iter(FAMILIES))

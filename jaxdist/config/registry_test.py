@@ -1,5 +1,5 @@
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -7,13 +7,19 @@ from jaxdist import Family, register_family
 from jaxdist.config import ConfigError, Decoder, Experiment, registry
 from jaxdist.config.data import DataSource
 from jaxdist.config.fitting import splits
+from jaxdist.config.model import Count, model_differences
 from jaxdist.config.plugins import function, named, optional
 from jaxdist.config.registry import FAMILIES, OURS, Owner, Registry, default_family, resolve
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
 
 
 class Toy(Decoder):
+    free: ClassVar[frozenset[str]] = Decoder.free | {"scale"}
+
     family: Literal["toy"]
     scale: float = 3.0
+    experts: Count = 4
 
 
 @pytest.fixture
@@ -35,6 +41,22 @@ def test_a_registered_family_is_read_and_written() -> None:
         Experiment.parse({"model": {"family": "toy", "scal": 1}}, source="test")
     with pytest.raises(ConfigError, match=r"choose one of 'llama', .*, 'resnet', 'toy'"):
         Experiment.parse({"model": {"family": "other"}}, source="test")
+
+
+def test_a_family_says_which_fields_its_weights_leave_free() -> None:
+    other = Toy(family="toy", scale=4.0, init_std=1.0, vocab_multiple=64)
+    assert model_differences(Toy(family="toy"), other) == {}
+    assert model_differences(Toy(family="toy"), other.model_copy(update={"experts": 2})) == {"experts": (4, 2)}
+    rotary, learned = Llama(positions=8), GPT2(family="gpt2", positions=8)
+    assert model_differences(rotary, Llama(positions=9)) == {}
+    assert model_differences(learned, GPT2(family="gpt2", positions=9)) == {"positions": (8, 9)}
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_mesh_of_experts_asks_for_the_families_that_have_some() -> None:
+    experiment = Experiment.parse({"parallel": {"mesh": "expert=2"}}, source="test")
+    with pytest.raises(ConfigError, match=r"or model.family = mixtral or qwen3_moe or toy$"):
+        experiment.check_mesh(experiment.parallel.axes())
 
 
 @pytest.mark.usefixtures("toy")

@@ -42,7 +42,7 @@ def footprint(experiment: Experiment, mesh: Mapping[str, int], platform: str = "
 def known(value: Value | None, experiment: Experiment, form: str) -> Value:
     """A value of a closed form. Raises Unknown where there is none."""
     if value is None:
-        raise forms.unknown(experiment.model, form)
+        raise forms.unknown(experiment, form)
     return value
 
 
@@ -50,7 +50,7 @@ def known(value: Value | None, experiment: Experiment, form: str) -> Value:
 class Plan:
     """The closed form. Building it checks that the mesh divides what it must (ConfigError) and allocates nothing.
 
-    Properties that need a closed form which the family lacks raise Unknown.
+    Properties that need a closed form which the family or the optimizer lacks raise Unknown.
     """
 
     experiment: Experiment
@@ -105,7 +105,8 @@ class Plan:
     def traffic(self) -> dict[str, float]:
         """Bytes that a device sends, by mesh axis."""
         least = forms.least_bytes(self.experiment, param_specs(self.experiment.model), self.mesh)
-        return {axis: size for axis, size in known(least, self.experiment, "exchanges").items() if size}
+        form = "exchanges" if "exchanges" in self.unknown else forms.UPDATE
+        return {axis: size for axis, size in known(least, self.experiment, form).items() if size}
 
     @cached_property
     def time(self) -> time.Time:
@@ -128,9 +129,8 @@ class Plan:
 
     @property
     def unknown(self) -> list[str]:
-        """The closed forms that the family lacks, by their names in its `Accounting`."""
-        forms_of = forms.accounting_of(self.experiment.model)
-        return [name for name in ("footprint", "exchanges", "flops") if getattr(forms_of, name) is None]
+        """The closed forms that the family or the optimizer lacks, as `forms.lacking`."""
+        return forms.lacking(self.experiment, self.mesh)
 
     def if_known(self, name: str) -> Any:
         """A property of the plan; None where its closed form is unknown."""

@@ -24,6 +24,8 @@ from parity_tests.runs.run import JAX, REFERENCES
 from torch_ref.parallel.context import rings
 
 TORCH, TRANSFORMERS = REFERENCES["torch"], REFERENCES["transformers"]
+# torch's update rules that look at whole matrices: kind and most of the collectives over an axis per tensor.
+UPDATES = {"muon": ("all_gather", 1), "adafactor": ("all_reduce", 5)}
 SETTLED = 8  # broadcasts by which DDP settles what its buckets are
 BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
 LAST = "layers.mlp.down_proj.bias"  # the end of a block, whose output is not computed again
@@ -51,9 +53,11 @@ class Step(NamedTuple):
         return sum(spec.statistic for spec in self.param_specs.values())
 
 
-def known(e: Experiment) -> bool:
-    """Whether the family has a closed form of what its steps send."""
-    return accounting_of(e.model).exchanges is not None
+def lacking(e: Experiment, mesh: Mapping[str, int]) -> str:
+    """The family or optimizer without a closed form of what a step sends, in words; empty where both have theirs."""
+    if accounting_of(e.model).exchanges is None:
+        return f"family {e.model.family}"
+    return "" if traffic.update_is_known(e, mesh) else f"optimizer {e.optimizer.name}"
 
 
 def expected(
@@ -61,10 +65,13 @@ def expected(
 ) -> Counts | None:
     """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's.
 
-    None where the family has no closed form, or one with an exchange that is not in EXCHANGES.
+    None where the family or the optimizer has no closed form, or the family one with an exchange that is not in
+    EXCHANGES, or torch's side of the optimizer is not in UPDATES.
     """
     exchanges = accounting_of(e.model).exchanges
-    if exchanges is None or not exchanges.keys() <= EXCHANGES.keys():
+    if exchanges is None or not exchanges.keys() <= EXCHANGES.keys() or not traffic.update_is_known(e, mesh):
+        return None
+    if side != JAX and not e.optimizer.elementwise and e.optimizer.name not in UPDATES:
         return None
     step = Step(side, e, param_specs, mesh, platform)
     trained = {name: spec for name, spec in param_specs.items() if not spec.statistic}
@@ -89,7 +96,7 @@ def together(found: Counts, sent: Iterable[Sent]) -> Counts:
 def least(
     side: str, e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int], platform: str = "cpu"
 ) -> dict[str, float] | None:
-    """The least bytes that a side could send, by axis; None where the family has no closed form.
+    """The least bytes that a side could send, by axis; None where the family or the optimizer has no closed form.
 
     torch: keys and values are gathered, their gradients reduce-scattered, or by its ring on GPUs keys and values
     gathered once more and gradients sent on in float32, n times; gathered are the logits of the routers too in mixtures
@@ -137,7 +144,7 @@ def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]
     if side == JAX:
         return {}
     shards, found = first(mesh, SHARDS), dict[str, str]()
-    if e.optimizer.depends_on_role:
+    if not e.optimizer.elementwise:
         found |= dict.fromkeys((shards, "tensor"), "as its update asks for matrices by the pieces that it has of them")
     if mesh["pipeline"] > 1 and e.parallel.virtual_stages > 1:
         found[shards] = "as an interleaved schedule gathers what its actions ask for"
@@ -149,15 +156,14 @@ def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]
 def of_update(
     side: str, e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> Iterator[Sent]:
-    """Collectives of an update rule on whole parameters. torch: at most five means or one gather over an axis per
-    tensor."""
+    """Collectives of an update rule on whole parameters."""
     if side == JAX:
         number = ITEMSIZE[str(e.precision.parameters)]  # the mean of all of a tensor is one, and not counted
         asked = traffic.of_update(e, param_specs, mesh)
         yield from ((first(mesh, axes), {op: exactly(1)}) for op, axes, size in asked if size > number)
-    elif e.optimizer.depends_on_role:
+    elif not e.optimizer.elementwise:
         tensors = sum(e.model.layers if "layers" in spec.axes else 1 for spec in param_specs.values())
-        op, most = ("all_gather", 1) if e.optimizer.name == "muon" else ("all_reduce", 5)
+        op, most = UPDATES[e.optimizer.name]
         yield from ((axis, {op: (0, most * tensors)}) for axis in ("tensor", first(mesh, SHARDS)))
 
 

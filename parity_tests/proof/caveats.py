@@ -122,9 +122,8 @@ def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
         yield f"distribution: nothing to compare of {' and '.join(alone)}, whose mesh is one device"
     if why := proof.scratch.unknown:
         yield f"memory: of its peak there is no closed form, {why}"
-    if not collectives.known(proof.experiment):
-        family = proof.experiment.model.family
-        yield f"traffic: the closed form of family {family} is unknown, so that bytes and collectives are not judged"
+    if which := collectives.lacking(proof.experiment, proof.pair("policy")[0].mesh):
+        yield f"traffic: the closed form of {which} is unknown, so that bytes and collectives are not judged"
     for axis, why in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh, proof.experiment).items():
         yield f"traffic: of {proof.sides[1]}'s bytes over {axis} there is no closed form, {why}"
     for what in ("memory", "collectives"):

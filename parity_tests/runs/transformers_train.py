@@ -122,7 +122,7 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
             f"model.family = {experiment.model.family}: a loop of transformers' is proved with tokens alone; use "
             "--against torch"
         )
-    if experiment.optimizer.depends_on_role:
+    if not experiment.optimizer.elementwise:
         raise ConfigError(
             f"optimizer.name = {experiment.optimizer.name}: transformers' loop would take pieces of matrices for whole "
             "ones; use --against torch, or a run folder of a loop on one device"

@@ -1,11 +1,12 @@
 """Every optimizer, and the average of weights: JAX against torch on the same mesh and on one device, in float64."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxdist.config import Experiment
+from jaxdist.config import Experiment, optimizer
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.families import models
 from parity_tests.conftest import STEPS, Runs, run
@@ -77,6 +78,28 @@ def test_nothing_is_least_of_what_is_unknown(name: str) -> None:
     assert "fsdp" in collectives.unknown("torch_ref", mesh, e)
     theirs, ours = (collectives.least(side, e, param_specs, mesh) or {} for side in ("torch_ref", "jaxdist"))
     assert "fsdp" not in theirs and "fsdp" in ours
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lacking", "counted"),
+    [
+        ({"elementwise": True}, "", ("jaxdist", "torch_ref")),
+        ({"elementwise": False}, "optimizer sgd", ()),
+        ({"elementwise": False, "traffic": lambda *_: [("all_reduce", ("tensor",), 100.0)]}, "", ("jaxdist",)),
+    ],
+)
+def test_what_an_optimizer_sends_is_known_by_its_row(
+    pieces: dict[str, Any], lacking: str, counted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's side of a plugin's has no closed form."""
+    monkeypatch.setitem(optimizer.OPTIMIZERS._rows, "sgd", replace(optimizer.OPTIMIZERS["sgd"], **pieces))
+    e = Experiment.parse({"parallel": {"mesh": "2x4"}, "optimizer": {"name": "sgd"}}, source="test")
+    mesh, param_specs = e.parallel.axes(), models.param_specs(models.build(e.model))
+    assert collectives.lacking(e, mesh) == lacking
+    asked = e, param_specs, mesh
+    assert tuple(side for side in ("jaxdist", "torch_ref") if collectives.expected(side, *asked)) == counted
+    assert (collectives.least("torch_ref", *asked) is None) == bool(lacking)
+    assert {*collectives.unknown("torch_ref", mesh, e)} == (set() if pieces["elementwise"] else {"fsdp", "tensor"})
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ MOST_EXPERTS_IN_ALL = 100_000
 class Mixture(Rotary):
     """Mixtral and Qwen3-MoE: Llama's blocks with E gated MLPs, of which a router chooses a few for each token."""
 
+    free: ClassVar[frozenset[str]] = Rotary.free | {"balance", "capacity"}
+
     family: Literal["mixtral", "qwen3_moe"]
     """mixtral or qwen3_moe: the same model, with Hugging Face's names of either."""
     experts: Count = 8

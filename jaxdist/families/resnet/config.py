@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -13,6 +13,8 @@ MOST_BLOCKS = 1_000  # blocks are modules of their own
 
 class ResNet(ImageModel):
     """ResNet (arXiv:1512.03385) as torchvision and Hugging Face compute it, the stride of a bottleneck in its 3×3."""
+
+    free: ClassVar[frozenset[str]] = ImageModel.free | {"momentum"}
 
     family: Literal["resnet"]
     """resnet: images to classes, with batch norm."""
