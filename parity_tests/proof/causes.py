@@ -2,11 +2,12 @@
 
 Within a step the loss is computed before the gradient norm, and both before the update; so where the loss of step 1
 differs under equal weights, the forward pass, the loss or the batch differs, and where only later losses do, the
-update. What curves can't tell apart, the final weights and moments do. `CAUSES` has a row for each cause, in the order
+update. What curves can't tell apart, the final weights and moments do. `causes` has a row for each cause, in the order
 in which a run meets them.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +26,6 @@ SHIFTS = (1, -1, 2, -2)  # steps by which a schedule is tried to be ahead
 FACTORS = range(2, 17)  # times that a schedule is tried to be stepped per step
 ALONG = 0.9  # cosine from which a difference of weights is along the weights
 UNLIKE = 5.0  # times that one moment differs more than the other
-STATE_KINDS = state_kinds()  # of our own optimizers
 COUPLED = 3.0  # times our weight decay from which theirs is hardly another value of it
 FORMULA = 10.0  # times that moments differ more than weights, where those differ by what moments made of them
 EACH = 0.5  # of the largest logarithm of a factor of gradients, from where they have not one factor
@@ -283,7 +283,7 @@ def weight_decay(e: Evidence) -> Seen:
 def moments(e: Evidence) -> Seen:
     """One kind of moments differs far more than the other, or both do far more than the weights: the formula does."""
     step = e.updates
-    found = {kind: off for kind in STATE_KINDS if kind != EMA and (off := e.difference(kind))}
+    found = {kind: off for kind in state_kinds() if kind != EMA and (off := e.difference(kind))}
     if not step or not found:
         return None
     most = max(found, key=found.__getitem__)
@@ -369,22 +369,28 @@ def policy(e: Evidence) -> Seen:
 
 BACKWARD = ("activation_gradient", "gradient", "grad_norm")
 UPDATED = ("weights", "ema")
-CAUSES: tuple[Cause, ...] = (
-    Cause("precision", tuple(STAGES), "in less than", recorded),
-    Cause("other batches", ("batch",), "loss", lambda e: e.fed_otherwise),
-    Cause("other starting weights", ("start",), "starting weights|loss", other_start),
-    Cause("learning rate", ("learning_rate",), "learning.rate", learning_rate),
-    Cause("forward pass or loss", ("activation", "scalar", "loss"), "loss|model\\.", forward),
-    Cause("gradients", BACKWARD, "gradient|grad_norm", gradients),
-    Cause("forward or backward pass", (), "gradient|grad_norm|loss", forward_or_backward),
-    Cause("precision", UPDATED, "in less than", narrower),
-    Cause("clip", ("clipped", *STATE_KINDS), "exp_avg|momentum", by_rule("clip", clip)),
-    Cause("moments", STATE_KINDS, "exp_avg|momentum|_var|variance", by_rule("moments", moments)),
-    Cause("weight decay", UPDATED, "weights", by_rule("weight decay", weight_decay)),
-    Cause("forward pass, backward pass or update", (), "cost to", hidden),
-    Cause(UPDATE, UPDATED, "weights", by_rule(UPDATE, update)),
-    Cause("precision", (), "cost to", policy),
-)  # fmt: skip
+
+
+def causes() -> tuple[Cause, ...]:
+    """The causes, in the order in which a run meets them; of the state of every optimizer that is registered."""
+    kept = state_kinds()
+    moments_of = "|".join(re.escape(kind) for kind in kept if kind != EMA)
+    return (
+        Cause("precision", tuple(STAGES), "in less than", recorded),
+        Cause("other batches", ("batch",), "loss", lambda e: e.fed_otherwise),
+        Cause("other starting weights", ("start",), "starting weights|loss", other_start),
+        Cause("learning rate", ("learning_rate",), "learning.rate", learning_rate),
+        Cause("forward pass or loss", ("activation", "scalar", "loss"), "loss|model\\.", forward),
+        Cause("gradients", BACKWARD, "gradient|grad_norm", gradients),
+        Cause("forward or backward pass", (), "gradient|grad_norm|loss", forward_or_backward),
+        Cause("precision", UPDATED, "in less than", narrower),
+        Cause("clip", ("clipped", *kept), "exp_avg|momentum", by_rule("clip", clip)),
+        Cause("moments", kept, moments_of, by_rule("moments", moments)),
+        Cause("weight decay", UPDATED, "weights", by_rule("weight decay", weight_decay)),
+        Cause("forward pass, backward pass or update", (), "cost to", hidden),
+        Cause(UPDATE, UPDATED, "weights", by_rule(UPDATE, update)),
+        Cause("precision", (), "cost to", policy),
+    )  # fmt: skip
 
 
 def diagnose(e: Evidence) -> Diagnosis | None:
@@ -392,10 +398,10 @@ def diagnose(e: Evidence) -> Diagnosis | None:
 
     Where the first tensor that differs was found, it says which rows come into question.
     """
-    rows = CAUSES
+    rows = causes()
     if e.parting and e.parting.first and not e.costly:
         kind = e.parting.tensor.partition("/")[0]
-        rows = tuple(row for row in CAUSES if kind in row.kinds)
+        rows = tuple(row for row in rows if kind in row.kinds)
     found = [(seen, row) for row in rows if (seen := row.seen(e))]
     if found:
         (step, how), row = min(found, key=lambda item: item[0][0])
@@ -406,5 +412,5 @@ def diagnose(e: Evidence) -> Diagnosis | None:
 def of_parting(parting: Divergence) -> Diagnosis:
     """The cause that the first tensor which differs points to, where that is all that is known."""
     kind = parting.tensor.removeprefix("scalar/").partition("/")[0]
-    row = next(row for row in reversed(CAUSES) if kind in row.kinds)
+    row = next(row for row in reversed(causes()) if kind in row.kinds)
     return Diagnosis(row.name, parting.step, f"{parting.where} is the first that differs", row.checks)

@@ -1,6 +1,7 @@
 """Plain torch loops with one mistake each: the cause that the verdict names is the mistake."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxdist.config.optimizer import ALL, OPTIMIZERS, UpdateRule
 from parity_tests.proof import batches, levels, nearness
 from parity_tests.proof.bisect import STAGES, Divergence
-from parity_tests.proof.causes import CAUSES, Diagnosis, diagnose, of_parting, schedule
+from parity_tests.proof.causes import Diagnosis, causes, diagnose, of_parting, schedule
 from parity_tests.proof.evidence import Evidence, Search
 from parity_tests.runs import compare
 from parity_tests.validation import loops
@@ -291,5 +293,11 @@ def test_the_first_tensor_points_to_a_cause(tensor: str, cause: str) -> None:
 
 
 def test_every_kind_of_tensor_has_a_cause() -> None:
-    kinds = {kind for row in CAUSES for kind in row.kinds}
+    kinds = {kind for row in causes() for kind in row.kinds}
     assert STAGES.keys() <= kinds
+
+
+def test_the_state_of_a_plugins_optimizer_points_to_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS._rows, "centered", UpdateRule("centered", {"mean_grad": ALL}))
+    found = of_parting(Divergence(2, "mean_grad/embed.weight", 1e-3, 1e-10, 1e-14))
+    assert found.cause == "moments" and re.search(found.checks, "distribution, mean_grad at the end")
