@@ -167,4 +167,4 @@ def counted(run: Run, change: Callable[[Collectives], Collectives] = lambda sent
     expected = collectives.expected(run.side, experiment, param_specs, run.summary["mesh"])
     changed = Run(run.side, run.path)
     changed.summary["collectives"] = change(run.summary["collectives"])
-    return [c for c in levels.traffic(changed, {}, expected) if c.name.endswith("too few or too many")]
+    return [c for c in levels.traffic(changed, {}, expected) if c.name.endswith("as many as expected")]

@@ -192,4 +192,4 @@ def memory(run: PortRun, alone: PortRun) -> Iterator[Check]:
         shares, held = run.summary["shares"][kind], run.summary["memory"][kind]
         numbers = shares["ours_only"] + sum(weights[name].size / n for name, n in shares["ways"].items())
         away = abs(held - copies * item * numbers)
-        yield Check("memory", f"{run.side}, {kind}, bytes from its share", away, COUNTER[kind], SHARE)
+        yield Check("memory", f"{run.side}, {kind}, bytes match its share", away, COUNTER[kind], SHARE)

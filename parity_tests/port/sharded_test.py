@@ -99,7 +99,7 @@ def test_memory_of_another_strategy_is_caught(proved: Path, kind: str) -> None:
     assert all(check.holds for check in port_levels.memory(run, alone))
     run.summary["memory"][kind] *= 2
     assert [check.name for check in port_levels.memory(run, alone) if not check.holds] == [
-        f"mesh, {kind}, bytes from its share"
+        f"mesh, {kind}, bytes match its share"
     ]
 
 
@@ -117,7 +117,8 @@ def test_traffic_of_another_strategy_is_caught(proved: Path) -> None:
     assert len(checks := list(port_levels.traffic(run))) == 2 and all(check.holds for check in checks)
     for collective in run.summary["collectives"]:
         collective["bytes"] *= 1.1
-    assert [check.name for check in port_levels.traffic(run) if not check.holds] == ["mesh, fsdp: share from the least"]
+    failed = [check.name for check in port_levels.traffic(run) if not check.holds]
+    assert failed == ["mesh, fsdp: bytes match the closed form"]
 
 
 @pytest.mark.parametrize(

@@ -376,14 +376,14 @@ def causes() -> tuple[Cause, ...]:
     kept = state_kinds()
     moments_of = "|".join(re.escape(kind) for kind in kept if kind != EMA)
     return (
-        Cause("precision", tuple(STAGES), "in less than", recorded),
+        Cause("precision", tuple(STAGES), "or wider", recorded),
         Cause("other batches", ("batch",), "loss", lambda e: e.fed_otherwise),
         Cause("other starting weights", ("start",), "starting weights|loss", other_start),
         Cause("learning rate", ("learning_rate",), "learning.rate", learning_rate),
         Cause("forward pass or loss", ("activation", "scalar", "loss"), "loss|model\\.", forward),
         Cause("gradients", BACKWARD, "gradient|grad_norm", gradients),
         Cause("forward or backward pass", (), "gradient|grad_norm|loss", forward_or_backward),
-        Cause("precision", UPDATED, "in less than", narrower),
+        Cause("precision", UPDATED, "or wider", narrower),
         Cause("clip", ("clipped", *kept), "exp_avg|momentum", by_rule("clip", clip)),
         Cause("moments", kept, moments_of, by_rule("moments", moments)),
         Cause("weight decay", UPDATED, "weights", by_rule("weight decay", weight_decay)),

@@ -78,7 +78,7 @@ class Gathering:
             for c in verdict.failed
             if c.name == nearness.NEARER
         ]
-        computed = f"{proof.sides[1]}, {levels.COMPUTED} in less than"
+        computed = f"{proof.sides[1]}, {levels.COMPUTED} in "
         narrow = [c.of for c in verdict.failed if c.name.startswith(computed)]
         started = proof.started if proof.init else {}
         rounded = proof.done[JAX, "policy"] if theirs[1] == "policy" and not proof.exact else None

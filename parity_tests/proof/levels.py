@@ -52,7 +52,7 @@ FEWEST = 4  # steps of which a curve's cost is judged: that of one step may be n
 LOSES = "times what the other side loses, each against its own float64 run; chosen between equal runs and mistakes"
 ALONE = "times what ours loses against the same float64 run; chosen between equal runs and mistakes"
 DRIFTS = "times what the other side loses, twice a number by chance: F(3, 3) exceeds it once in 10,000 times"
-COMPUTED = "of softmax, norms, rotation and loss"
+COMPUTED = "softmax, norms, rotation and loss"
 DIGITS = "of some thousand numbers kept in a dtype hardly one is by chance a number of a narrower one"
 LONGER = "prove more steps or a larger learning rate, or give a run of it in fp64"
 UNEQUAL = "NaN and infinity are equal to nothing"
@@ -315,7 +315,7 @@ def scaling(level: str, what: str, a: Run, b: Run) -> Iterator[Check]:
     if all(any(r.get("loss_scale") is not None for r in run.metrics) for run in (a, b)):
         differ = scales_differ(a, b)
         of = f"step {differ[0]}" if differ else ""
-        yield Check(level, "loss scale, steps that differ", len(differ), 0, SCALED, what, of)
+        yield Check(level, "loss scale, equal at every step", len(differ), 0, SCALED, what, of)
 
 
 def rates(policy: Pair, double: Pair) -> Iterator[Check]:
@@ -329,12 +329,12 @@ def rates(policy: Pair, double: Pair) -> Iterator[Check]:
 def numbers(run: Run) -> Check:
     """Check that curves and recorded tensors are finite, including those that nothing else compares."""
     found = list(run.no_numbers())
-    return Check("precision", f"{run.side}, what is no number", len(found), 0, UNEQUAL, of=", ".join(found[:3]))
+    return Check("precision", f"{run.side}, all values finite", len(found), 0, UNEQUAL, of=", ".join(found[:3]))
 
 
 def digits(side: str, narrow: Narrow) -> Check:
     """Tensors or curves that are all numbers of a narrower dtype than they are kept in: no noise makes them so."""
-    name = f"{side}, {narrow.group} in less than {narrow.dtype}"
+    name = f"{side}, {narrow.group} in {narrow.dtype} or wider"
     return Check("precision", name, sum(map(len, narrow.kinds.values())), 0, DIGITS, of=str(narrow))
 
 
@@ -345,7 +345,7 @@ def arithmetic(run: Run, compute: str) -> Iterator[Check]:
         narrow = [
             f"{function} in {dtype}" for function, dtype in dtypes.items() if ROUNDING.get(dtype, 1) > ROUNDING[least]
         ]
-        name = f"{run.side}, {COMPUTED} in less than {least}"
+        name = f"{run.side}, {COMPUTED} in {least} or wider"
         yield Check("precision", name, len(narrow), 0, DELICATE, of=", ".join(narrow))
 
 
@@ -404,12 +404,12 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
             torch /= n
         if parts > 1:
             jax = (jax - experts) / parts + experts / over_experts
-        yield Check("memory", f"{kind}, bytes between the sides", abs(jax - torch), float(bound[kind]), why[kind])
+        yield Check("memory", f"{kind}, equal bytes on both sides", abs(jax - torch), float(bound[kind]), why[kind])
     offloaded = [kind for name, kind in OFFLOADED.items() if name in experiment.memory.offload]
     for run in (run for run in (a, b) if run.summary["memory"].get("host") is not None):  # a loop of one's own may not
         held = run.summary["memory"]
         elsewhere = abs(held["host"] - sum(held[kind] for kind in offloaded))
-        yield Check("memory", f"{run.side}, host, bytes from what memory.offload says", elsewhere, NUMBERS, COUNTS_STAY)
+        yield Check("memory", f"{run.side}, host, bytes match memory.offload", elsewhere, NUMBERS, COUNTS_STAY)
 
 
 def ends_elsewhere(run: Run, ways: int) -> float:
@@ -453,7 +453,8 @@ def traffic(
     bytes_sent = {axis: size for axis, size in sent(run).items() if axis not in unknown}
     for axis, expected in least.items():
         away = bytes_sent.get(axis, 0) / expected - 1
-        yield Check("traffic", f"{run.side}, {axis}: share from the least", abs(away), 0.05, "the closed form and 5 %")
+        name = f"{run.side}, {axis}: bytes match the closed form"
+        yield Check("traffic", name, abs(away), 0.05, "the closed form and 5 %")
     for axis, ranges in (counts or {}).items():
         found: Counter[str] = Counter()
         for collective in run.summary["collectives"]:
@@ -462,6 +463,6 @@ def traffic(
         for op in sorted({*ranges, *found}):
             fewest, most = ranges.get(op, (0, 0))
             beyond = max(fewest - found[op], found[op] - most, 0)
-            yield Check("traffic", f"{run.side}, {axis}: {op}, too few or too many", beyond, 0, COUNTED)
+            yield Check("traffic", f"{run.side}, {axis}: {op}, as many as expected", beyond, 0, COUNTED)
     numbers = sum(size for axis, size in bytes_sent.items() if axis not in least)
     yield Check("traffic", f"{run.side}, bytes over other axes", numbers, NUMBERS, "the norm, the loss and the count")

@@ -8,7 +8,7 @@ from parity_tests.proof.verdict import Check
 from parity_tests.runs.compare import K
 from parity_tests.runs.run import Run
 
-NEARER = "distance from ours, by that from a run with another field of the model"
+NEARER = "nearer to ours than to a run with another field of the model"
 OTHERWISE = "a run that is nearer to another model is one of that"
 
 

@@ -270,7 +270,8 @@ class Proof:
             asked = {kind: self.mesh_of(side, kind, math.prod(mesh.values())) for kind, mesh in found.items()}
             wrong = [kind for kind in found if found[kind] != asked[kind]]
             if wrong or any(max(mesh.values()) > 1 for mesh in asked.values()):  # else nothing is distributed
-                yield Check("distribution", f"{side}, runs on another mesh", len(wrong), 0, ASKED, of=", ".join(wrong))
+                name = f"{side}, mesh matches the request"
+                yield Check("distribution", name, len(wrong), 0, ASKED, of=", ".join(wrong))
 
     @property
     def exact(self) -> bool:

@@ -98,7 +98,7 @@ class Verdict:
                 [
                     f"Not equivalent: {self.cause or ''}".rstrip(),
                     f"{len(failed)} of {len(self.checks)} checks fail, first {first.level}: "
-                    f"{first.title} is {first.value:.3g}, at most {first.bound:.3g} was allowed.",
+                    f"{first.title}: {first.value:.3g}, at most {first.bound:.3g} was allowed.",
                     *([str(self.parting)] if self.parting else []),
                     *self.by_a_hair("missed"),
                 ]
@@ -119,7 +119,7 @@ class Verdict:
         if near and (not failed or len(near) == len(failed)):
             closest = max(near, key=lambda check: check.value / check.bound)
             yield (
-                f"{closest.title} is {closest.value:.3g} where {closest.bound:.3g} is allowed, {met} by less than a "
+                f"{closest.title}: {closest.value:.3g} where {closest.bound:.3g} is allowed, {met} by less than a "
                 f"factor of two: {self.decides[closest.level]} decides it."
             )
 

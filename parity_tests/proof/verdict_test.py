@@ -14,7 +14,7 @@ def test_one_failed_check_decides() -> None:
     assert Verdict([HOLDS]).word == "equivalent"
     verdict = Verdict([HOLDS, FAILS], open={"precision": "no float64 run"})
     assert verdict.word == "not_equivalent"
-    assert "1 of 2 checks fail, first memory: parameters is 8" in verdict.sentence
+    assert "1 of 2 checks fail, first memory: parameters: 8" in verdict.sentence
 
 
 def test_what_was_not_checked_leaves_it_open() -> None:
@@ -56,7 +56,7 @@ def test_a_bound_that_is_met_or_missed_by_a_hair_says_what_decides(value: float)
     sentence = Verdict([HOLDS, near(value)], not_compared=["memory"], decides=DECIDES).sentence
     by = "missed" if value > 32 else "met"
     assert f"{by} by less than a factor of two: a run of it in fp64 decides it." in sentence
-    assert f"cost to loss: run mine is {value:.3g} where 32 is allowed" in sentence
+    assert f"cost to loss: run mine: {value:.3g} where 32 is allowed" in sentence
 
 
 @pytest.mark.parametrize("checks", [[near(64.1)], [near(15.9)], [near(35.3), near(300.0)], [near(35.3), FAILS]])
@@ -65,7 +65,7 @@ def test_what_is_clear_says_nothing_of_a_hair(checks: list[Check]) -> None:
 
 
 def test_the_check_that_is_shown_is_a_clear_one() -> None:
-    assert "cost to loss: run mine is 300, at most 32" in Verdict([near(35.3), near(300.0)], decides=DECIDES).sentence
+    assert "cost to loss: run mine: 300, at most 32" in Verdict([near(35.3), near(300.0)], decides=DECIDES).sentence
 
 
 def test_failing_checks_are_in_the_order_of_a_step() -> None:

@@ -236,7 +236,7 @@ def differs(verdict: Verdict) -> Iterator[str]:
     firsts = {check.level: check for check in reversed(verdict.failed)}
     for level in (level for level in LEVELS if level in firsts):
         check = firsts[level]
-        yield f"{level.capitalize()}: {check.title} is {short(check.value)}, where {short(check.bound)} is allowed."
+        yield f"{level.capitalize()}: {check.title}: {short(check.value)}, where {short(check.bound)} is allowed."
 
 
 def layer_of(name: str) -> str:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 WHY = "float64: both sides round alike to 1e-15"
 LONG = "exp_avg_sq/layers.11.attention.k_proj.weight, torch_ref on the mesh and on one device"
 HOLDS = [Check(level, LONG, 1e-15, 1e-10, WHY) for level in ("mathematics", "distribution", "precision", "traffic")]
-FAILS = Check("memory", "parameters <b>, bytes between the sides", 2.28e7, 92.0, "rows & columns")
+FAILS = Check("memory", "parameters <b>, equal bytes on both sides", 2.28e7, 92.0, "rows & columns")
 FIGURES = ("Loss per step", "Gradient norm per step", "Heat map", "Memory on the fullest device")
 
 
@@ -291,7 +291,7 @@ def test_where_it_differs_is_said_where_no_gradients_were_kept(tmp_path: Path) -
     cause = Diagnosis("clip", 1, "the gradients that the optimizer of theirs gets are 2 times ours", "exp_avg")
     page = written(tmp_path, Verdict([*HOLDS, FAILS], cause=cause), {"policy": runs})
     text = text_of(page)[text_of(page).index("Where it differs") :]
-    memory = f"Memory: {FAILS.title} is 22,800,000, where 92 is allowed"
+    memory = f"Memory: {FAILS.title}: 22,800,000, where 92 is allowed"
     for said in (f"Cause: {cause}", memory, "Final states by layer", "The largest: 1.0e-06 in weights of embed"):
         assert said in text, said
     assert seen(page, tmp_path) == ["4 figures"] * len(WIDTHS)

@@ -279,7 +279,7 @@ def test_a_state_that_lies_elsewhere_is_caught(runs: Runs) -> None:
     a, b = (runs(side, "llama", usual("llama", "fsdp-offload")) for side in SIDES)
     kept = a.experiment.model_copy(update={"memory": Memory()})
     found = [check.name for check in levels.memory(a, b, kept) if not check.holds]
-    assert found == [f"{side}, host, bytes from what memory.offload says" for side in SIDES]
+    assert found == [f"{side}, host, bytes match memory.offload" for side in SIDES]
 
 
 def twice(sent: Collectives) -> Collectives:

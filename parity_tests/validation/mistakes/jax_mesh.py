@@ -38,7 +38,7 @@ def the_same_rows_twice() -> None:
     plant(Dataset, "batch", batch)
 
 
-@planted("2x2", "distribution", "distribution/jaxdist, runs on another mesh*")
+@planted("2x2", "distribution", "distribution/jaxdist, mesh matches the request*")
 def all_on_one_device() -> None:
     """Whatever mesh is asked for, one device does it all: the same numbers, and none of its memory is saved."""
     right = mesh.make_mesh

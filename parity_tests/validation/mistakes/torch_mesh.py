@@ -39,7 +39,7 @@ def one_rank_fed_twice() -> None:
     plant(Dataset, "batch", batch)
 
 
-@planted("2x2", "distribution", "distribution/torch_ref, runs on another mesh*")
+@planted("2x2", "distribution", "distribution/torch_ref, mesh matches the request*")
 def all_on_one_rank() -> None:
     """Whatever mesh is asked for, one rank does it all: the same numbers, and none of its memory is saved."""
     right = launch.plan

@@ -270,7 +270,7 @@ def master_weights_twice() -> None:
     optimizer(lambda self: [state.update(master=self.locals[name].clone()) for name, state in self.state.items()])
 
 
-@planted("bf16", "precision", "precision/torch_ref, states in less than float32*", "exp_avg/*")
+@planted("bf16", "precision", "precision/torch_ref, states in float32 or wider*", "exp_avg/*")
 def moments_rounded_to_bfloat16() -> None:
     """Adam's moments are kept in float32 and lose, after each step, what bfloat16 has not."""
     right = optim.Optimizer.step
