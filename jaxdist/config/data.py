@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxdist.config.model import LISTED, NUMBER, Count, Fraction, Section
 from jaxdist.config.names import OneOf
-from jaxdist.config.registry import OURS, Reference, Registry, registrant
+from jaxdist.config.registry import BUILT_IN, Reference, Registry, registrant
 
 
 def _encodable(value: str) -> str:
@@ -46,7 +46,7 @@ def register_data_source(row: DataSource) -> None:
     SOURCES.register(row, registrant())
 
 
-SOURCES.register(DataSource("files", "jaxdist.data.dataset:open_files", files=True), OURS)
+SOURCES.register(DataSource("files", "jaxdist.data.dataset:open_files", files=True), BUILT_IN)
 
 
 class Data(Section):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from jaxdist.config.model import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
 from jaxdist.config.names import OneOf
-from jaxdist.config.registry import OURS, Reference, Registry, registrant
+from jaxdist.config.registry import BUILT_IN, Reference, Registry, registrant
 
 
 class ParamRole(NamedTuple):
@@ -200,4 +200,4 @@ for _row in (
         matrices_alone=True,
     ),
 ):
-    OPTIMIZERS.register(_row, OURS)
+    OPTIMIZERS.register(_row, BUILT_IN)

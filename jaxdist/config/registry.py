@@ -42,7 +42,7 @@ def within(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
-OURS = Owner("jaxdist")
+BUILT_IN = Owner("jaxdist")
 SCRIPTS = ("__main__", "__mp_main__")  # the program's own script, which nothing imports by name
 loading: list[Owner] = []  # plugins that are being imported
 loaded: dict[str, None] = {}  # names of plugins and modules that have been imported and may own rows, in this order
@@ -81,7 +81,7 @@ class Registry(Mapping[str, Row], Generic[Row]):
     def built_in(self, name: str) -> bool:
         """Whether a row is one of jaxdist's own."""
         self._load()
-        return self._owners[name] is OURS
+        return self._owners[name] is BUILT_IN
 
     def _load(self) -> None:
         module, self._builtin = self._builtin, ""

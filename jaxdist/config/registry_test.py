@@ -9,7 +9,7 @@ from jaxdist.config.data import DataSource
 from jaxdist.config.fitting import splits
 from jaxdist.config.model import Count, model_differences
 from jaxdist.config.plugins import function, named, optional
-from jaxdist.config.registry import FAMILIES, OURS, Owner, Registry, default_family, resolve
+from jaxdist.config.registry import BUILT_IN, FAMILIES, Owner, Registry, default_family, resolve
 from jaxdist.families.gpt2.config import GPT2
 from jaxdist.families.llama.config import Llama
 
@@ -89,7 +89,7 @@ def test_a_row_replaces_that_of_an_earlier_import_of_the_same_package() -> None:
 
 def test_a_row_is_named_with_who_registered_it() -> None:
     rows: Registry[DataSource] = Registry("row")
-    for name, owner in (("a", OURS), ("b", Owner("one")), ("c", Owner("__main__"))):
+    for name, owner in (("a", BUILT_IN), ("b", Owner("one")), ("c", Owner("__main__"))):
         rows.register(DataSource(name), owner)
     said = ["the built-in row 'a'", "the row 'b' of plugin 'one'", "the row 'c' of the script that runs"]
     assert [named(rows, name) for name in "abc"] == said
@@ -131,7 +131,7 @@ def test_an_error_of_any_kind_names_its_row_and_reference(monkeypatch: pytest.Mo
 def test_what_a_plugins_code_raises_or_returns_names_its_row() -> None:
     rows: Registry[DataSource] = Registry("row")
     rows.register(DataSource("a", lambda value: 6 // value), Owner("one"))
-    rows.register(DataSource("b", lambda value: 6 // value), OURS)
+    rows.register(DataSource("b", lambda value: 6 // value), BUILT_IN)
     checked, ours = (function(rows, name, "open", "a test", int) for name in "ab")
     assert checked(2) == ours(2) == 3
     said = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.registry import OURS, Registry, registrant
+from jaxdist.config.registry import BUILT_IN, Registry, registrant
 
 
 @dataclass(frozen=True)
@@ -65,4 +65,4 @@ for _row in (
     # At most 3P(n-1)/n per microbatch: all-gather forward and backward, reduce-scatter. torch: FSDP2; DeepSpeed stage 3
     Strategy("fsdp", parameters=True, gradients=True, optimizer=True, reshards=True),
 ):
-    STRATEGIES.register(_row, OURS)
+    STRATEGIES.register(_row, BUILT_IN)

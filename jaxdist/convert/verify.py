@@ -30,7 +30,7 @@ from jaxdist.runs.checkpoints import check_whole, sealed
 from jaxdist.runs.display import say
 from jaxdist.training.program import Program
 
-OURS, THEIRS = "jaxdist", "transformers"
+JAXDIST, TRANSFORMERS = "jaxdist", "transformers"
 
 
 def verify_source(path: Path) -> Iterator[str]:
@@ -132,7 +132,7 @@ def verify_logits(ends: Mapping[str, tuple[Path, Content]], dtype: str | None) -
     here, there = (array[..., :tokens] for array, _ in found.values())
     programs = {end: by for end, (_, by) in found.items()}
     by = " and ".join(f"of {end} by {program}" for end, program in programs.items())
-    exact = dtype is None and {*programs.values()} == {OURS}
+    exact = dtype is None and {*programs.values()} == {JAXDIST}
     model = ends["SOURCE"][1].experiment.model
     # A router that is rounded may send a few tokens elsewhere.
     each = has(model, "experts") and dtype is not None
@@ -144,7 +144,7 @@ def verify_logits(ends: Mapping[str, tuple[Path, Content]], dtype: str | None) -
     same = "equal to the bit" if equal else f"within {far:.2g} of {norm}"
     allowed = "" if exact else f", where {most:.2g} is what rounding {f'to {dtype} ' if dtype else ''}may do"
     yield f"verified: logits of a probe batch, {'×'.join(map(str, here.shape))}, {by}, are {same}{allowed}"
-    known = {OWN, LAYERS} | ({"huggingface"} if THEIRS in programs.values() else set())
+    known = {OWN, LAYERS} | ({"huggingface"} if TRANSFORMERS in programs.values() else set())
     for end, (_, content) in ends.items():
         if content.naming not in known:
             yield (
@@ -179,9 +179,9 @@ def told(path: Path, content: Content, inputs: np.ndarray) -> tuple[np.ndarray, 
             say(f"transformers cannot be imported: {error}; the logits of {path} are jaxdist's own")
         else:
             if hf_reference.knows(path):
-                return hf_reference.logits(path, inputs), THEIRS
+                return hf_reference.logits(path, inputs), TRANSFORMERS
             say(f"transformers knows no model_type of {path}; the logits are jaxdist's own")
-    return logits(content, inputs), OURS
+    return logits(content, inputs), JAXDIST
 
 
 def bound(layers: int, dtype: str | None) -> float:

@@ -3,7 +3,7 @@
 Neutral: a model, and the names that other formats have for it, are imported where they are first needed.
 """
 
-from jaxdist.config.registry import FAMILIES, OURS, Family
+from jaxdist.config.registry import BUILT_IN, FAMILIES, Family
 from jaxdist.families.gpt2.config import GPT2
 from jaxdist.families.llama.config import Llama
 from jaxdist.families.mixtral.config import Mixture
@@ -53,4 +53,4 @@ for row in (
         accounting=f"{HERE}.resnet.accounting:ACCOUNTING",
     ),
 ):
-    FAMILIES.register(row, OURS)
+    FAMILIES.register(row, BUILT_IN)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxdist.config import ConfigError, Decoder, Experiment, Model
 from jaxdist.config.bounded import read_json
 from jaxdist.config.plugins import function
-from jaxdist.config.registry import OURS
+from jaxdist.config.registry import BUILT_IN
 from jaxdist.formats import (
     adapters,
     bins,
@@ -196,7 +196,7 @@ def _meta(path: Path, reader: Reader) -> Found:
 
 def _kind(name: str, recognizes: Callable[[Path], bool], find: Any, title: str, module: str, **more: Any) -> None:
     row = CheckpointKind(name, title, recognizes, find, f"jaxdist.convert.kinds.{module}", **more)
-    KINDS.register(row, OURS)
+    KINDS.register(row, BUILT_IN)
 
 
 # In this order: a folder may have copies of its weights in other layouts too, of fewer bits.

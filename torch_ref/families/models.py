@@ -7,7 +7,7 @@ from torch import nn
 
 from jaxdist.config import Model
 from jaxdist.config.plugins import function, piece, twin
-from jaxdist.config.registry import FAMILIES as OURS
+from jaxdist.config.registry import FAMILIES as JAX_FAMILIES
 from torch_ref.families.registry import FAMILIES, Family
 
 
@@ -20,7 +20,7 @@ def build(model: Model) -> nn.Module:
 
 def module_of(model: Model) -> Callable[[Model], nn.Module]:
     """The class of a config's module. Raises ConfigError where a plugin's family has none on torch's side."""
-    twin(OURS, FAMILIES, model.family, "register_family")
+    twin(JAX_FAMILIES, FAMILIES, model.family, "register_family")
     found: Callable[[Model], nn.Module] = piece(FAMILIES, model.family, "model", "training in torch")
     return found
 

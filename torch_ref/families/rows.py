@@ -1,6 +1,6 @@
 """The families that torch_ref has, one row each, as a package from outside registers its own."""
 
-from jaxdist.config.registry import OURS
+from jaxdist.config.registry import BUILT_IN
 from torch_ref.families.registry import FAMILIES, Family
 
 MIXTRAL, MIXTRAL_FORMS = "torch_ref.families.mixtral:Mixtral", "torch_ref.families.mixtral:ACCOUNTING"
@@ -14,4 +14,4 @@ for row in (
     Family("qwen3_moe", MIXTRAL, MIXTRAL_FORMS, tensor=EXPERTS, no_pipeline=TALLY),
     Family("resnet", "torch_ref.families.resnet:ResNet", "torch_ref.families.resnet:ACCOUNTING", "stages.*.*"),
 ):
-    FAMILIES.register(row, OURS)
+    FAMILIES.register(row, BUILT_IN)

@@ -34,8 +34,8 @@ SIZES: dict[str, Any] = {
     "attn_implementation": "eager",
 }
 LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-OURS: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 64, "positions": 64}
-OURS_LLAMA = OURS | {"kv_heads": 2, "head_dim": 8}
+MODEL_SIZES: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 64, "positions": 64}
+LLAMA_SIZES = MODEL_SIZES | {"kv_heads": 2, "head_dim": 8}
 CASES: dict[str, tuple[Any, Model]] = {
     "llama3": (
         transformers.LlamaConfig(
@@ -45,35 +45,35 @@ CASES: dict[str, tuple[Any, Model]] = {
                 "rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 16, **LLAMA3
             },
         ),
-        Llama(**OURS_LLAMA, rope_scaling="llama3", rope_original_positions=16),
+        Llama(**LLAMA_SIZES, rope_scaling="llama3", rope_original_positions=16),
     ),
     "mistral": (
         transformers.MistralConfig(
             **SIZES, head_dim=8, rms_norm_eps=1e-5, sliding_window=7,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         ),
-        Llama(**OURS_LLAMA, window=7),
+        Llama(**LLAMA_SIZES, window=7),
     ),
     "qwen2": (
         transformers.Qwen2Config(
             **SIZES, rms_norm_eps=1e-6, tie_word_embeddings=True,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         ),
-        Llama(**OURS_LLAMA, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, tied=True),
+        Llama(**LLAMA_SIZES, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, tied=True),
     ),
     "qwen3": (
         transformers.Qwen3Config(
             **SIZES, head_dim=16, rms_norm_eps=1e-6,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         ),
-        Llama(**OURS | {"kv_heads": 2, "head_dim": 16}, qk_norm=True, norm_eps=1e-6),
+        Llama(**MODEL_SIZES | {"kv_heads": 2, "head_dim": 16}, qk_norm=True, norm_eps=1e-6),
     ),
     "gpt2": (
         transformers.GPT2Config(
             n_embd=32, n_layer=2, n_head=4, n_inner=48, vocab_size=64, n_positions=64, initializer_range=0.3,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         ),
-        GPT2(**OURS, family="gpt2"),
+        GPT2(**MODEL_SIZES, family="gpt2"),
     ),
 }  # fmt: skip
 TOKENS = torch.arange(48).reshape(2, 24) * 7 % 64

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from jaxdist.config import EMA, Experiment
 from jaxdist.config import Optimizer as Config
-from jaxdist.config.optimizer import OPTIMIZERS as OURS
+from jaxdist.config.optimizer import OPTIMIZERS as JAX_OPTIMIZERS
 from jaxdist.config.optimizer import ParamRole
 from jaxdist.config.plugins import function, piece, running, twin
 from torch_ref.families.layers import at_least_f32
@@ -122,7 +122,7 @@ class Rule(NamedTuple):
 
 def rule_of(o: Config) -> Rule:
     """The update rule of an optimizer. Raises ConfigError where a plugin's has none on torch's side."""
-    row = twin(OURS, OPTIMIZERS, o.name, "register_optimizer")
+    row = twin(JAX_OPTIMIZERS, OPTIMIZERS, o.name, "register_optimizer")
     made = piece(OPTIMIZERS, o.name, "optimizer", "training in torch")
     settings = function(OPTIMIZERS, o.name, "settings", "training in torch", dict)
     return Rule(made, settings, row.counts, row.pieces, row.groups)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, AppliesTo
-from jaxdist.config.registry import OURS, Reference, Registry, registrant
+from jaxdist.config.registry import BUILT_IN, Reference, Registry, registrant
 
 Groups = tuple[tuple[AppliesTo, dict[str, Any]], ...]
 BY_DECAY: Groups = (MATRICES, {}), (VECTORS, {"weight_decay": 0.0})
@@ -62,4 +62,4 @@ for _row in (
         groups=BY_MUON,
     ),
 ):
-    OPTIMIZERS.register(_row, OURS)
+    OPTIMIZERS.register(_row, BUILT_IN)

@@ -58,7 +58,7 @@ BETAS = RATE | {
     "beta2": lambda group: group["betas"][1] if "betas" in group else None,
 }
 EPS = BETAS | {"eps": lambda group: group.get("eps")}
-OURS = (
+TORCH_RULES = (
     Rule(
         "adamw", _decoupled, ADAMW, EPS,
         lambda groups, rate, o: torch.optim.AdamW(groups, lr=rate, betas=(o.beta1, o.beta2), eps=o.eps), counts=True,
@@ -111,7 +111,7 @@ def of_plugin(name: str) -> Rule:
 
 def by_name() -> dict[str, Rule]:
     """All rules, ours first."""
-    ours = {rule.name: rule for rule in OURS}
+    ours = {rule.name: rule for rule in TORCH_RULES}
     return ours | {name: of_plugin(name) for name in OPTIMIZERS if name not in ours}
 
 
