@@ -10,7 +10,19 @@ from jaxdist.config import ConfigError, Model, Optimizer
 from jaxdist.config.optimizer import REDUCED_DIMS
 from jaxdist.convert.mappings.atoms import Entry, by_views, put_rows, split_rows, whole_entry
 from jaxdist.families import models
-from jaxdist.formats.tables import EXPERTS, LAYERS, OWN, STACKED, TURNED, Atom, Shape, Stored, stored, table_of
+from jaxdist.formats.tables import (
+    EXPERTS,
+    LAYERS,
+    OWN,
+    TURNED,
+    Atom,
+    Shape,
+    Stored,
+    piece_name,
+    stack_depth,
+    stored,
+    table_of,
+)
 from jaxdist.parallel.sharding import ParamSpec
 
 
@@ -64,13 +76,12 @@ def kept(naming: str, model: Model, o: Optimizer, kind: str) -> dict[str, Entry]
 def parts(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:
     """The atoms of a parameter of ours: their names under LAYERS, and their shapes."""
     stack, rest = cut(name, shape)
-    places = [f"[{','.join(map(str, place))}]" if stack else "" for place in np.ndindex(*stack)]
-    return [(f"{name}{place}", (name, number), rest) for number, place in enumerate(places)]
+    return [(piece_name(name, place), (name, number), rest) for number, place in enumerate(np.ndindex(*stack))]
 
 
 def cut(name: str, shape: Shape) -> tuple[Shape, Shape]:
     """The axes of a parameter of ours along which it is stacked, layers and experts, and the others."""
-    depth = 2 if EXPERTS in name else int(name.startswith(STACKED))
+    depth = stack_depth(name)
     return shape[:depth], shape[depth:]
 
 

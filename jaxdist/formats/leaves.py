@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ class Leaf:
     read: Callable[[], np.ndarray]
     place: Any = None  # where it lies, if that is known
     besides: int = 0  # bytes that are in memory beside it while it is read
-    part_of: "tuple[str, Leaf] | None" = None  # the array of the file that it is cut from, with its name there
+    pieces: "Mapping[str, Leaf]" = field(default_factory=dict)  # of the file's arrays, that it is made of, by name
 
     @property
     def bytes(self) -> int:

@@ -18,7 +18,7 @@ from jaxdist.config.bounded import read_json, within
 from jaxdist.formats import buffers
 from jaxdist.formats.foreign import check_files
 from jaxdist.formats.leaves import Leaf, Leaves, Reader
-from jaxdist.formats.tables import EXPERTS, RETURNED, STACKED, Shape, Stored, stored
+from jaxdist.formats.tables import EXPERTS, RETURNED, Shape, Stored, piece_name, stack_depth, stored
 from jaxdist.runs.checkpoints import checkpoint_in
 
 if TYPE_CHECKING:  # else imported when a checkpoint is read
@@ -114,15 +114,18 @@ def numbers_of(checkpoint: Path, array: "ts.TensorStore") -> np.ndarray:
 def _leaf(checkpoint: Path, tensor: Stored, array: "ts.TensorStore") -> Leaf:
     """One tensor of a layer: all of its atoms lie in one array, along the first axes of it."""
     name = tensor.atoms[0][0]
-    depth = 2 if EXPERTS in name else int(name.startswith(STACKED))
-    stack: Shape = tuple(array.shape[:depth])
+    stack: Shape = tuple(array.shape[: stack_depth(name)])
+    shape, dtype = tuple(array.shape[len(stack) :]), np.dtype(array.dtype.numpy_dtype)
+
+    def piece(place: Shape) -> Leaf:
+        return Leaf(shape, dtype, lambda: numbers_of(checkpoint, array[place] if place else array))
+
+    places = [tuple(map(int, np.unravel_index(number, stack))) if stack else () for _, number in tensor.atoms]
+    pieces = {piece_name(name, place): piece(place) for place in places}
 
     def read() -> np.ndarray:
-        places = [tuple(map(int, np.unravel_index(number, stack))) if stack else () for _, number in tensor.atoms]
-        parts = [numbers_of(checkpoint, array[place] if place else array) for place in places]
+        parts = [piece.read() for piece in pieces.values()]
         turned = [part.transpose(RETURNED[part.ndim]) if tensor.row.transpose else part for part in parts]
         return np.stack(turned) if EXPERTS in name else turned[0]
 
-    dtype = np.dtype(array.dtype.numpy_dtype)
-    whole = Leaf(tuple(array.shape), dtype, lambda: numbers_of(checkpoint, array))
-    return Leaf(tensor.shape, dtype, read, part_of=(name, whole))
+    return Leaf(tensor.shape, dtype, read, pieces=pieces)

@@ -21,6 +21,16 @@ STACKED = "layers."  # how the names of our stacked parameters begin
 EXPERTS = ".experts."  # what those have in their names that are stacked by experts too, [L, E, ...]
 
 
+def stack_depth(name: str) -> int:
+    """How many leading axes of a parameter of ours are stacks: of layers, then of experts."""
+    return 2 if EXPERTS in name else int(name.startswith(STACKED))
+
+
+def piece_name(name: str, place: Shape) -> str:
+    """The name of one layer, or expert, of a parameter of ours: `layers.mlp.up_proj.kernel[1]`."""
+    return f"{name}[{','.join(map(str, place))}]" if place else name
+
+
 # Permutations of the axes of torch's Linear (out, in) and Conv2d (out, in, Y, X) to our kernels', and back.
 TURNED, RETURNED = {2: (1, 0), 4: (2, 3, 1, 0)}, {2: (1, 0), 4: (3, 2, 0, 1)}
 

@@ -1,12 +1,13 @@
 """Weights and optimizer state are looked at for values that cannot be when they are read, on the devices."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxdist.formats.finite import BadValues, check_counts, of_kind, of_resume, of_weights, refused
+from jaxdist.formats.tables import Shape, piece_name, stack_depth
 from jaxdist.runtime.processes import on_host
 from jaxdist.training.optim import kept_of, updates_of
 from jaxdist.training.program import Program
@@ -27,7 +28,7 @@ def check_resumed(program: Program, path: Path, step: int, state: TrainState) ->
     weights = bad_values(program, state.parameters)
     found = dict(weights)
     for kind, arrays in kept_of(state.optimizer).items():
-        found |= bad_values(program, {of_kind(name, kind): array for name, array in arrays.items()})
+        found |= bad_values(program, arrays, kind)
     if found:
         raise refused(f"checkpoint {path}", found, of_resume(path, bool(weights)))
     scale, good = map(float, state.scaling) if state.scaling else (None, None)
@@ -35,15 +36,26 @@ def check_resumed(program: Program, path: Path, step: int, state: TrainState) ->
         check_counts(path, step, int(updates), scale, good)
 
 
-def bad_values(program: Program, arrays: Arrays) -> dict[str, BadValues]:
-    """Those that cannot be, by name."""
-    sound = program.sound(dict(arrays))
-    return {name: _described(arrays[name]) for name in arrays if not sound[name]}
+def bad_values(program: Program, arrays: Arrays, kind: str = "") -> dict[str, BadValues]:
+    """Those that cannot be, by the names of layers' pieces; `kind`: as what the optimizer keeps the arrays."""
+
+    def label(name: str) -> str:
+        return of_kind(name, kind) if kind else name
+
+    sound = program.sound({label(name): array for name, array in arrays.items()})
+    return {
+        label(piece_name(name, place)): found
+        for name, array in arrays.items()
+        if not sound[label(name)]
+        for place, found in _by_layer(on_host(array), min(stack_depth(name), array.ndim))
+    }
 
 
-def _described(array: jax.Array) -> BadValues:
-    whole = on_host(array)
-    wrong = ~np.isfinite(whole)
-    wrong = wrong if wrong.any() else whole < 0
-    index = np.unravel_index(int(wrong.argmax()), whole.shape)
-    return BadValues(int(wrong.sum()), whole.size, float(whole[index]), tuple(map(int, index)))
+def _by_layer(array: np.ndarray, depth: int) -> Iterator[tuple[Shape, BadValues]]:
+    """Of the pieces along the first `depth` axes, those with values that cannot be."""
+    infinite = ~np.isfinite(array)
+    wrong = infinite if infinite.any() else array < 0
+    for place in np.ndindex(array.shape[:depth]):
+        if (bad := wrong[place]).any():
+            index = np.unravel_index(int(bad.argmax()), bad.shape)
+            yield place, BadValues(int(bad.sum()), bad.size, float(array[place][index]), tuple(map(int, index)))

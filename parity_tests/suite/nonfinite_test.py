@@ -109,6 +109,27 @@ def test_what_one_stage_reads_is_told_by_all_ranks(bad: Path, train: Train, tmp_
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.parametrize("kind", ["orbax", "dcp", "hf", "torch"])
+def test_all_name_a_layers_tensor_alike(kind: str, bad: Path, train: Train, tmp_path: Path) -> None:
+    """As the source calls it, with the layer where its array has all of them."""
+    own = {"orbax": "layers.mlp.up_proj.kernel[1]", "dcp": "layers.1.mlp.up_proj.weight"}
+    name = own.get(kind, "model.layers.1.mlp.up_proj.weight")
+    tensors = load_file(bad / SINGLE)
+    tensors["model.embed_tokens.weight"][290, 3] = 0
+    source = shutil.copytree(bad, tmp_path / "source")
+    save_file(tensors, source / SINGLE, {"format": "pt"})
+    path = tmp_path / ("copy.pt" if kind == "torch" else "copy")
+    convert([str(source), str(path), "--to", kind, "--nonfinite", "keep"])
+    with pytest.raises(ConfigError) as error:
+        convert([str(path), str(tmp_path / "other"), "--to", "hf"])
+    at = "[2, 1]" if kind == "orbax" else "[1, 2]"
+    says = f": tensor {name} has 3 of 384 values that are NaN or infinite, the first -inf at {at}. "
+    assert says in str(error.value)
+    for side in SIDES:
+        refused = train(side, "--mesh=1x1", "--steps=1", "--init", path)
+        assert refused.returncode == 2 and says in refused.stderr, refused.stderr
+
+
 @pytest.mark.parametrize(("side", "kind", "name"), [("jaxdist", "orbax", "embedding"), ("torch_ref", "dcp", "weight")])
 def test_moments_are_refused_and_the_advice_works(
     side: str, kind: str, name: str, run: Path, train: Train, tmp_path: Path

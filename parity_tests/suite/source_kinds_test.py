@@ -338,13 +338,14 @@ def test_both_refuse_an_index_of_another_dtype_in_the_same_words(tmp_path: Path)
     assert f"tensor {name}: __0_0.distcp has float32[" in jax and "of it, not bfloat16[" in jax
 
 
-def test_a_layer_of_an_orbax_checkpoint_is_named_as_the_array_that_holds_all(tmp_path: Path) -> None:
-    """As `jaxdist.train --init` names it, which has all layers in one array."""
+def test_a_layer_of_an_orbax_checkpoint_is_named_by_the_array_and_its_place(tmp_path: Path) -> None:
+    """As `jaxdist.train --init` and `convert` name it."""
     _, write, model, _ = SOURCES["the Trainer"]
     convert([str(write(tmp_path, not_finite)), str(tmp_path / "run"), "--nonfinite", "keep"])
     (name,) = (n for n, a in arrays(checkpoint_in(tmp_path / "run")).items() if np.isnan(numbers_of(tmp_path, a)).any())
-    says = rf"tensor {re.escape(name)} has 1 of \d+ values that are NaN or infinite, the first nan at \[1, 1, 1\]\."
-    assert re.search(says, refused(read_by_torch_ref, tmp_path / "run", model))
+    says = rf"tensor {re.escape(name)}\[1\] has 1 of \d+ values that are NaN or infinite, the first nan at \[1, 1\]\."
+    message = refused(read_by_torch_ref, tmp_path / "run", model)
+    assert re.search(says, message) and message == refused(read_by_jaxdist, tmp_path / "run", model)
 
 
 def state(folder: Path, tree: Any = None, **options: Any) -> Path:

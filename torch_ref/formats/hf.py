@@ -83,12 +83,14 @@ class Weights:
         return whole[: self.tokens] if name in VOCABULARY else whole
 
     def _note(self, source: str, found: BadValues) -> None:
-        """Keep what was found in a tensor, or in the array of the file that it is a part of, by the name there."""
+        """Keep what was found in a tensor, or in the pieces of the file's arrays that it is made of, by the names
+        there."""
         name = self.plan.names[source]
-        if (part_of := self.leaves[name].part_of) is not None:
-            name, whole = part_of
-            found = bad_values(name, to_torch(whole.read())) or found
-        self.bad[name] = found
+        if not (pieces := self.leaves[name].pieces):
+            self.bad[name] = found
+        for piece, leaf in pieces.items():
+            if of_piece := bad_values(piece, to_torch(leaf.read())):
+                self.bad[piece] = of_piece
 
     def _part(self, theirs: Tensor, tensor: Stored, atom: int, target: Stored) -> Tensor:
         """One atom of a tensor of the folder, in the layout of `target`."""
