@@ -396,7 +396,8 @@ class _Narrower(TorchDispatchMode):
         for part in y if isinstance(y, tuple | list) else (y,):
             floating = isinstance(part, Tensor) and part.is_floating_point() and part.ndim >= self.axes
             if floating and (eps := torch.finfo(part.dtype).eps) > self.eps:
-                self.eps, self.narrow = eps, Narrow(func._opname, str(part.dtype).removeprefix("torch."))
+                dtype = str(part.dtype).removeprefix("torch.")
+                self.eps, self.narrow = eps, Narrow(func.overloadpacket.__name__, dtype)
         return y
 
 

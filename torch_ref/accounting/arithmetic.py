@@ -27,7 +27,7 @@ class Arithmetic(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # comes back as the local tensors' operations
         result = func(*args, **(kwargs or {}))
-        if (name := func._opname) in DELICATE:
+        if (name := func.overloadpacket.__name__) in DELICATE:
             dtype = result.dtype
             self.dtypes[name] = max(self.dtypes.get(name, dtype), dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return result

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from jaxdist.config import Experiment
 from torch_ref.parallel.pipeline import Pipeline
 from torch_ref.parallel.weights import local
-from torch_ref.runtime.compat import MemTracker
+from torch_ref.runtime.compat import MemTracker, free_workspaces
 from torch_ref.training.optim import Optimizer
 from torch_ref.training.parallelize import accumulated, offloads
 
@@ -57,7 +57,7 @@ class Peak:
 def workspaces() -> int:
     """Bytes that cuBLAS holds of the allocator's, for each thread that has called it; given back, to be taken anew."""
     before = torch.cuda.memory_allocated()
-    torch._C._cuda_clearCublasWorkspaces()
+    free_workspaces()
     return before - torch.cuda.memory_allocated()
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torch_ref.parallel.mesh import OF_EXPERTS, SHARDS, TOKENS, over
-from torch_ref.runtime.compat import TorchDispatchMode
+from torch_ref.runtime.compat import TorchDispatchMode, group_named, is_process_group
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -54,10 +54,11 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # comes back as the local tensors' operations
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in SILENT:
-            if func._opname not in KINDS:
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name not in SILENT:
+            if name not in KINDS:
                 raise NotImplementedError(f"{func}: what it sends is not counted yet")
-            self._count(KINDS[func._opname], args)
+            self._count(KINDS[name], args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, op: str, args: Any) -> None:
@@ -94,12 +95,12 @@ class Traffic(TorchDispatchMode):
 
 
 def _group(argument: Any) -> dist.ProcessGroup | None:
-    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+    if isinstance(argument, torch.ScriptObject) and is_process_group(argument):
         return dist.ProcessGroup.unbox(argument)
     if isinstance(argument, dist.ProcessGroup):
         return argument
     known = isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product")
-    return dist.distributed_c10d._resolve_process_group(argument) if known else None
+    return group_named(argument) if known else None
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:

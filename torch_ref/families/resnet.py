@@ -15,6 +15,7 @@ from torch_ref.families.accounting import Accounting
 from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.images import Images
 from torch_ref.parallel.weights import named
+from torch_ref.runtime.compat import AfterApply
 
 
 class Convolution(nn.Conv2d):
@@ -24,7 +25,7 @@ class Convolution(nn.Conv2d):
         super().__init__(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
-class BatchNorm(nn.BatchNorm2d):
+class BatchNorm(AfterApply, nn.BatchNorm2d):
     """(x - mean) / sqrt(var + eps) · weight + bias (arXiv:1502.03167), in float32 or wider, rounded once at the end.
 
     Mean and biased variance are those of the microbatch, on all ranks or this one as `images` says, or when it is
@@ -37,11 +38,9 @@ class BatchNorm(nn.BatchNorm2d):
     def __init__(self, c: Config, size: int):
         super().__init__(size, c.norm_eps, c.momentum)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def applied(self) -> None:
         """`to` a narrower dtype leaves running statistics wide."""
-        super()._apply(fn, recurse)
         self.running_mean, self.running_var = map(at_least_f32, (self.running_mean, self.running_var))  # type: ignore[arg-type]
-        return self
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
         y_BCYX = at_least_f32(x_BCYX)

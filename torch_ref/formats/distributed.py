@@ -20,7 +20,7 @@ from jaxdist.formats.dcp import check_part, part_prefixes
 from jaxdist.formats.dcp_index import read_index
 from jaxdist.formats.leaves import Leaf, Leaves
 from torch_ref.formats.arrays import dtype_of, to_numpy
-from torch_ref.runtime.compat import FakeTensorMode
+from torch_ref.runtime.compat import FakeTensorMode, read_part
 
 DAMAGE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, UnpicklingError,
@@ -88,7 +88,7 @@ def _check_dtype(folder: Path, name: str, part: Any, dtype: np.dtype) -> None:
     Its numbers are not read."""
     file = folder / part.relative_path
     with reading(folder), file.open("rb") as stream, FakeTensorMode():
-        held = torch.load(Reader(folder)._slice_file(stream, part), weights_only=True)
+        held = torch.load(read_part(Reader(folder), stream, part), weights_only=True)
     if (there := dtype_of(held.dtype)) != dtype:
         shape = list(held.shape)
         raise ConfigError(

@@ -2,6 +2,8 @@
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_ref.runtime.compat import one_dimensional
+
 BATCH = ("data", "fsdp", "expert")  # the mesh axes that split rows of the batch
 SHARDS = ("fsdp", "expert", "context")  # those that split what a strategy shards
 OF_EXPERTS = ("fsdp", "context")  # and of experts, which `expert` splits already
@@ -24,4 +26,4 @@ def rank_over(mesh: DeviceMesh, *axes: str) -> tuple[int, int]:
 def over(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     """The one-dimensional mesh over several axes, called by the names of those that have more than one device."""
     several = [axis for axis in axes if axis_size(mesh, axis) > 1] or [axes[0]]
-    return mesh[several[0]] if len(several) == 1 else mesh[tuple(several)]._flatten("+".join(several))
+    return mesh[several[0]] if len(several) == 1 else one_dimensional(mesh[tuple(several)], "+".join(several))

@@ -75,9 +75,9 @@ def part(model: nn.Module, index: int, parts: int) -> nn.Module:
     """The index-th of the parts of `model`, whose modules keep their names; what other parts have is None."""
     layers = model.get_submodule("layers")
     count = len(list(layers.children())) // parts
-    for name in list(layers._modules):
+    for name, _ in list(layers.named_children()):
         if int(name) // count != index:
-            del layers._modules[name]
+            delattr(layers, name)
     first, last = index == 0, index == parts - 1
     tied = model.lm_head is None
     absent = {"embed": not (first or (last and tied)), "positions": not first, "norm": not last, "lm_head": not last}
@@ -111,7 +111,8 @@ class Pipeline(nn.ModuleList):
         ]
         make = SCHEDULES[e.parallel.pipeline_schedule]
         stage: Any = made if several else made[0]
-        self.schedule = make(stage, e.train.accumulation, loss_fn=self._loss, scale_grads=False)
+        self.microbatches = e.train.accumulation
+        self.schedule = make(stage, self.microbatches, loss_fn=self._loss, scale_grads=False)
         self.loss: Loss | None = None
         self.tied = self._ends(mesh) if e.model.tied else None
 
@@ -156,8 +157,7 @@ class Pipeline(nn.ModuleList):
     @property
     def bubble(self) -> dict[str, Any]:
         """How many microbatches and parts there are, and the least share of the time that a rank waits."""
-        stages, several = dist.get_world_size(self.group), len(self)
-        microbatches = self.schedule._n_microbatches
+        stages, several, microbatches = dist.get_world_size(self.group), len(self), self.microbatches
         return {
             "stages": stages,
             "virtual_stages": several,

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jaxdist.config import ConfigError, Parallel, TrainingError, exit_codes, whole_number
 from jaxdist.runs.signals import SAVE, STOP
+from torch_ref.runtime.compat import default_store
 
 Result = TypeVar("Result")
 
@@ -203,7 +204,7 @@ def asked(function: Callable[[dist.Store], Result]) -> Result | None:
 
     def ask() -> None:
         with suppress(RuntimeError, ValueError):
-            found.append(function(dist.distributed_c10d._get_default_store()))
+            found.append(function(default_store()))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

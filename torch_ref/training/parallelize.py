@@ -43,7 +43,7 @@ from torch_ref.parallel.experts import AllToAll, Dispatch, experts_of, spread
 from torch_ref.parallel.images import AllImages, Images
 from torch_ref.parallel.mesh import OF_EXPERTS, SHARDS, TOKENS, axis_size, over
 from torch_ref.parallel.pipeline import Pipeline, part
-from torch_ref.runtime.compat import replicate
+from torch_ref.runtime.compat import FUSED_ATTENTION, SUMS, offload_policies, replicate
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
@@ -186,11 +186,8 @@ SAVED_OPS = {
     # recomputed, except the fused kernels.
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    *FUSED_ATTENTION,
+    *SUMS,
 }
 
 
@@ -274,8 +271,7 @@ def offload_policy(experiment: Experiment, mesh: DeviceMesh) -> OffloadPolicy:
 
 def offloads(model: nn.Module) -> bool:
     """Whether FSDP2 keeps the state of `model` on the host."""
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-    policies = [group.offload_policy for group in groups if group]
+    policies = offload_policies(model.modules())
     return bool(policies) and all(isinstance(policy, CPUOffloadPolicy) for policy in policies)
 
 

@@ -31,7 +31,7 @@ def targets_of_another_microbatch() -> None:
     right = Pipeline._through
 
     def through(self: Any, run: Any, loss: Any, tokens: Tensor, targets: Tensor) -> None:
-        parts = self.schedule._n_microbatches
+        parts = self.microbatches
         right(self, run, loss, tokens, targets.unflatten(0, (parts, -1)).flip(0).flatten(0, 1))
 
     plant(Pipeline, "_through", through)
