@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from multiprocessing.process import BaseProcess
@@ -16,6 +17,7 @@ import pytest
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # empty in the first process, whose environment workers inherit
 if not WORKER:
+    os.environ["OMP_NUM_THREADS"] = "1"  # more would wait for each other by spinning, on cores that all workers share
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["NPROC"] = "32"  # as `make_mesh` has it
@@ -44,11 +46,16 @@ started: list[str] = []  # audit events of processes that the current test has s
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests `fast` that are neither `slow` nor `long` and use no fixture that trains."""
+    """Mark tests `fast` that are neither `slow` nor `long` and use no fixture that trains. Begin with the files that
+    have the most other tests: what takes longest must not be left for last, to one worker alone."""
+    others: Counter[Path] = Counter()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if not marks & {"slow", "long"} and TRAINING_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("fast")
+        else:
+            others[item.path] += "slow" not in marks
+    items.sort(key=lambda item: -others[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)
