@@ -21,6 +21,8 @@ from parity_tests.proof.levels import FEWEST
 from parity_tests.proof.proof import STEPS, Proof
 from parity_tests.proof.verdict import Verdict
 from parity_tests.runs.run import REFERENCES, Run, settings
+from torch_ref.families.models import module_of
+from torch_ref.training.optim import rule_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--against": {
@@ -121,6 +123,9 @@ def check(a: Arguments) -> Path:
         a.experiment.check_mesh(a.experiment.parallel.axes())
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")
+    if a.more["against"] == "torch":  # before JAX has trained
+        module_of(a.experiment.model)
+        rule_of(a.experiment.optimizer)
     if a.more["against"] == "transformers":
         if find_spec("transformers") is None:
             raise ConfigError("--against transformers: it is not installed; pip install transformers")

@@ -38,7 +38,7 @@ class DataSource:
     """Whether `data.path` is one of files, which becomes absolute; else it stays as it is given."""
 
 
-SOURCES: Registry[DataSource] = Registry("data source")
+SOURCES: Registry[DataSource] = Registry("data source", DataSource)
 
 
 def register_data_source(row: DataSource) -> None:

@@ -1,12 +1,14 @@
 """The optimizer: its update rule, the schedule of its rate, and what it keeps of each parameter."""
 
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from jaxdist.config.errors import ConfigError
 from jaxdist.config.model import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
 from jaxdist.config.names import OneOf
 from jaxdist.config.registry import BUILT_IN, Reference, Registry, registrant
@@ -68,9 +70,17 @@ class UpdateRule:
     matrices_alone: bool = False
     """Whether image models, whose kernels are no matrices, are refused."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for states that are no mapping to functions."""
+        if not (isinstance(self.states, Mapping) and all(map(callable, self.states.values()))):
+            raise ConfigError(
+                f"optimizer {self.name!r}: states = {reprlib.repr(self.states)}; give a mapping of their names to the "
+                "parameters that have them, as {'exp_avg': jaxdist.config.optimizer.ALL}"
+            )
+
 
 MOMENTS: dict[str, AppliesTo] = {"exp_avg": ALL, "exp_avg_sq": ALL}
-OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer")
+OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer", UpdateRule)
 
 
 def register_optimizer(row: UpdateRule) -> None:

@@ -69,14 +69,14 @@ def _load(package: str, named: str, otherwise: str) -> None:
 
 
 def _failed(error: BaseException, named: str, fails: str, otherwise: str) -> ConfigError:
-    """The error of an import or a call that failed, with the line of code that raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    file, line, said = frames[-1].filename, frames[-1].lineno, " ".join(str(error).split())
+    """The error of an import or a call that failed, with the line of the plugin's code that raised it."""
+    passed = ("<frozen", __file__)  # what imports and calls it
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(passed)]
+    places, said = [(frame.filename, frame.lineno) for frame in frames], " ".join(str(error).split())
     if isinstance(error, SyntaxError):
-        file, line, said = error.filename or file, error.lineno, error.msg
-    return ConfigError(
-        f"{named}: {fails}, {type(error).__name__}: {said} ({file}, line {line}); correct it, or {otherwise}"
-    )
+        places, said = [(error.filename or "?", error.lineno)], error.msg
+    where = "".join(f" ({file}, line {line})" for file, line in places[-1:])
+    return ConfigError(f"{named}: {fails}, {type(error).__name__}: {said}{where}; correct it, or {otherwise}")
 
 
 def used(owners: Iterable[str]) -> tuple[str, ...]:

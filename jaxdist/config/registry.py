@@ -4,6 +4,7 @@ A row refers to what computes by "package.module:name", which is imported where 
 imports no framework.
 """
 
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,20 +52,28 @@ loaded: dict[str, None] = {}  # names of plugins and modules that have been impo
 class Registry(Mapping[str, Row], Generic[Row]):
     """Rows of one kind by name, in the order in which they were registered; ours come first.
 
-    `kind` names the rows in messages. `builtin` is the module that registers ours, imported before the first use.
+    `kind` names the rows in messages, `row` is their class. `builtin` is the module that registers ours, imported
+    before the first use.
     """
 
-    def __init__(self, kind: str, builtin: str = "") -> None:
-        self.kind, self._builtin = kind, builtin
+    def __init__(self, kind: str, row: type[Row], builtin: str = "") -> None:
+        self.kind, self._row, self._builtin = kind, row, builtin
         self._rows: dict[str, Row] = {}
         self._owners: dict[str, Owner] = {}
 
     def register(self, row: Row, owner: Owner) -> None:
         """Add a row. One that the same package registered in an earlier import is replaced.
 
-        Raises ConfigError for a name that another package has taken, or the same in this import.
+        Raises ConfigError for what is no row, and for a name that another package, or this import, has taken.
         """
         self._load()
+        if not isinstance(row, self._row):
+            given, wanted = (f"{kind.__module__}.{kind.__qualname__}" for kind in (type(row), self._row))
+            raise ConfigError(
+                f"{owner.name} registers as {self.kind} {reprlib.repr(row)}, a {given}; give an instance of {wanted}"
+            )
+        if not isinstance(row.name, str) or not row.name:
+            raise ConfigError(f"{owner.name} registers a {self.kind} with name = {row.name!r}; give it a text as name")
         before = self._owners.get(name := row.name)
         if before and (before is owner or not before.same_package(owner)):
             raise ConfigError(
@@ -143,7 +152,12 @@ class Family:
     """Closed forms of its traffic, memory and FLOPs; None: unknown."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a config whose `family` is another."""
+        """Raises ConfigError for a config that is no class of model sections, or whose `family` is another."""
+        if not (isinstance(self.config, type) and issubclass(self.config, Model)):
+            raise ConfigError(
+                f"family {self.name!r}: config = {reprlib.repr(self.config)} is no class of model sections; derive one "
+                "from jaxdist.config.Model, as jaxdist.config.Decoder"
+            )
         declared = self.config.model_fields.get("family")
         if declared is None or self.name not in get_args(declared.annotation):
             raise ConfigError(
@@ -152,7 +166,7 @@ class Family:
             )
 
 
-FAMILIES: Registry[Family] = Registry("family", "jaxdist.families.rows")
+FAMILIES: Registry[Family] = Registry("family", Family, "jaxdist.families.rows")
 
 
 def register_family(row: Family) -> None:

@@ -1,5 +1,5 @@
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import pytest
 
@@ -8,6 +8,7 @@ from jaxdist.config import ConfigError, Decoder, Experiment, registry
 from jaxdist.config.data import DataSource
 from jaxdist.config.fitting import splits
 from jaxdist.config.model import Count, model_differences
+from jaxdist.config.optimizer import UpdateRule
 from jaxdist.config.plugins import function, named, optional
 from jaxdist.config.registry import BUILT_IN, FAMILIES, Owner, Registry, default_family, resolve
 from jaxdist.families.gpt2.config import GPT2
@@ -69,14 +70,14 @@ def test_a_taken_name_is_refused_with_both_owners() -> None:
 
 
 def test_ours_are_registered_before_those_of_others() -> None:
-    others: Registry[DataSource] = Registry("row", "jaxdist.families.rows")
+    others: Registry[DataSource] = Registry("row", DataSource, "jaxdist.families.rows")
     assert default_family() == "llama" and [*others] == []
     others.register(DataSource("a"), Owner("one"))
     assert others["a"] == DataSource("a") and others.owner("a") == "one"
 
 
 def test_a_row_replaces_that_of_an_earlier_import_of_the_same_package() -> None:
-    rows: Registry[DataSource] = Registry("row")
+    rows: Registry[DataSource] = Registry("row", DataSource)
     first = Owner("mine.rows")
     rows.register(DataSource("a"), first)
     for owner in (first, Owner("mine2"), Owner("mine.other")):
@@ -88,7 +89,7 @@ def test_a_row_replaces_that_of_an_earlier_import_of_the_same_package() -> None:
 
 
 def test_a_row_is_named_with_who_registered_it() -> None:
-    rows: Registry[DataSource] = Registry("row")
+    rows: Registry[DataSource] = Registry("row", DataSource)
     for name, owner in (("a", BUILT_IN), ("b", Owner("one")), ("c", Owner("__main__"))):
         rows.register(DataSource(name), owner)
     said = ["the built-in row 'a'", "the row 'b' of plugin 'one'", "the row 'c' of the script that runs"]
@@ -118,7 +119,7 @@ def test_a_decoder_without_fields_of_its_own_fits_a_mesh() -> None:
 def test_an_error_of_any_kind_names_its_row_and_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('no GPU today')")
     monkeypatch.syspath_prepend(tmp_path)
-    sources: Registry[DataSource] = Registry("data source")
+    sources: Registry[DataSource] = Registry("data source", DataSource)
     sources.register(DataSource("a", "broken_module:x"), Owner("one"))
     said = (
         "the data source 'a' of plugin 'one': open = 'broken_module:x': its import fails, RuntimeError: no GPU today "
@@ -129,7 +130,7 @@ def test_an_error_of_any_kind_names_its_row_and_reference(monkeypatch: pytest.Mo
 
 
 def test_what_a_plugins_code_raises_or_returns_names_its_row() -> None:
-    rows: Registry[DataSource] = Registry("row")
+    rows: Registry[DataSource] = Registry("row", DataSource)
     rows.register(DataSource("a", lambda value: 6 // value), Owner("one"))
     rows.register(DataSource("b", lambda value: 6 // value), BUILT_IN)
     checked, ours = (function(rows, name, "open", "a test", int) for name in "ab")
@@ -149,3 +150,21 @@ def test_what_a_plugins_code_raises_or_returns_names_its_row() -> None:
         ConfigError, match=r"^the row 'a' of plugin 'one': open = <function .*; give an instance of .*int"
     ):
         optional(rows, "a", "open", int)
+
+
+def test_what_is_no_row_is_refused() -> None:
+    rows: Registry[Any] = Registry("row", DataSource)
+    for wrong in (DataSource, "a", UpdateRule("a", {})):
+        with pytest.raises(
+            ConfigError, match=r"^one registers as row .*; give an instance of jaxdist.config.data.Data"
+        ):
+            rows.register(wrong, Owner("one"))
+    for name in (3, ""):
+        with pytest.raises(ConfigError, match=f"^one registers a row with name = {name!r}; give it a text as name"):
+            rows.register(DataSource(cast(Any, name)), Owner("one"))
+    for config in (Toy(family="toy"), DataSource):
+        with pytest.raises(ConfigError, match=r"^family 'toy': config = .* is no class of model sections; derive one"):
+            Family("toy", cast(Any, config), "nowhere:Toy")
+    for states in (["m"], {"m": "all"}):
+        with pytest.raises(ConfigError, match=r"^optimizer 'a': states = .*'m'.*; give a mapping of their names"):
+            UpdateRule("a", cast(Any, states))

@@ -45,7 +45,7 @@ class Strategy:
         return self.replicates and self.optimizer
 
 
-STRATEGIES: Registry[Strategy] = Registry("strategy")
+STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy)
 
 
 def register_strategy(row: Strategy) -> None:

@@ -69,7 +69,7 @@ class CheckpointKind:
             )
 
 
-KINDS: Registry[CheckpointKind] = Registry("kind of checkpoint", "jaxdist.formats.sources")
+KINDS: Registry[CheckpointKind] = Registry("kind of checkpoint", CheckpointKind, "jaxdist.formats.sources")
 
 
 def register_checkpoint_kind(row: CheckpointKind) -> None:

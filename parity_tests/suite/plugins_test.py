@@ -23,6 +23,7 @@ from jaxdist.config.registry import Registry
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.formats import kinds
 from jaxdist.plan import main as plan
+from parity_tests.__main__ import main as prove
 from parity_tests.conftest import run
 from parity_tests.runs import compare
 from parity_tests.runs.run import Run, command
@@ -200,6 +201,10 @@ TAKEN = {
     "kind of checkpoint 'hf'": "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('hf', 'folder'))",
     "optimizer of torch's side 'sgd'": "torch_ref.register_optimizer(torch_ref.UpdateRule('sgd', 'a:b', 'a:c'))",
 }
+BARE = (
+    "from typing import Literal\nfrom jaxdist.families.llama.config import Llama\n"
+    "class Bare(Llama):\n    family: Literal['bare'] = 'bare'\n"
+)
 LACKING: dict[str, tuple[str, Callable[[list[str]], None], list[str]]] = {
     "the optimizer 'bare' of plugin 'bad_plugin' has no rule, which training in JAX needs": (
         "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}))",
@@ -214,10 +219,39 @@ LACKING: dict[str, tuple[str, Callable[[list[str]], None], list[str]]] = {
         torch_train.main, [*TRAIN, "--optimizer.name", "bare"],
     ),
     "the family 'bare' of plugin 'bad_plugin' has no row on torch's side; add it by torch_ref.register_family": (
-        "from typing import Literal\nfrom jaxdist.families.llama.config import Llama\n"
-        "class Bare(Llama):\n    family: Literal['bare'] = 'bare'\n"
-        "jaxdist.register_family(jaxdist.Family('bare', Bare, 'jaxdist.families.llama.model:Llama'))",
+        f"{BARE}jaxdist.register_family(jaxdist.Family('bare', Bare, 'jaxdist.families.llama.model:Llama'))",
         torch_train.main, [*TRAIN, "--model.family", "bare"],
+    ),
+    "the optimizer 'alone' of plugin 'bad_plugin' has no row on torch's side; add it by torch_ref.register_optimizer": (
+        "jaxdist.register_optimizer(jaxdist.UpdateRule('alone', {'m': ALL}, 'nowhere:rule'))",
+        prove, [*TRAIN[:-4], "--steps", "9", *TRAIN[-2:], "--optimizer.name", "alone", "--output", "proof"],
+    ),
+    "the data source 'bare' of plugin 'bad_plugin': its open fails, ZeroDivisionError: division by zero": (
+        "jaxdist.register_data_source(jaxdist.DataSource('bare', lambda data, model: 1 / 0))",
+        train.main, [*TRAIN, "--data.source", "bare"],
+    ),
+    "the data source 'bare' of plugin 'bad_plugin': open returns 3; give an instance of jaxdist.data.dataset.Dataset": (
+        "jaxdist.register_data_source(jaxdist.DataSource('bare', lambda data, model: 3))",
+        train.main, [*TRAIN, "--data.source", "bare"],
+    ),
+    "the family 'bare' of plugin 'bad_plugin': its model fails, ZeroDivisionError: division by zero": (
+        f"{BARE}jaxdist.register_family(jaxdist.Family('bare', Bare, lambda config: 1 / 0))",
+        train.main, [*TRAIN, "--model.family", "bare"],
+    ),
+    "the family 'bare' of plugin 'bad_plugin': accounting = <class '.*; give an instance of .*forms.Accounting": (
+        f"{BARE}from jaxdist.accounting.forms import Accounting\n"
+        "row = jaxdist.Family('bare', Bare, 'jaxdist.families.llama.model:Llama', accounting=Accounting)\n"
+        "jaxdist.register_family(row)",
+        plan, ["--mesh", "1x1", "--plugins", "bad_plugin", "--model.family", "bare"],
+    ),
+    "the kind of checkpoint 'bare' of plugin 'bad_plugin': its recognizes fails, ZeroDivisionError: division by zero": (
+        "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', lambda path: 1 / 0))",
+        convert, ["w.bare", "--inspect", "--plugins", "bad_plugin"],
+    ),
+    "the kind of checkpoint 'bare' of plugin 'bad_plugin': find returns 3; give an instance of .*sources.Found": (
+        "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', lambda path: path.suffix == '.bare', "
+        "lambda path, reader: 3))",
+        convert, ["w.bare", "--inspect", "--plugins", "bad_plugin"],
     ),
     "the data source 'bare' of plugin 'bad_plugin' has no open, which training needs": (
         "jaxdist.register_data_source(jaxdist.DataSource('bare'))",

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from jaxdist.config import Model
-from jaxdist.config.plugins import function, piece, twin
+from jaxdist.config import ConfigError, Model
+from jaxdist.config.plugins import function, named, piece, twin
 from jaxdist.config.registry import FAMILIES as JAX_FAMILIES
 from torch_ref.families.registry import FAMILIES, Family
 
@@ -32,6 +32,13 @@ def row_of(model: nn.Module) -> Family:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model, in order."""
-    pattern = re.compile(re.escape(row_of(model).blocks).replace(r"\*", r"\d+"))
-    return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    """The blocks of a model, in order. Raises ConfigError where a plugin's row names none of its modules."""
+    row = row_of(model)
+    pattern = re.compile(re.escape(row.blocks).replace(r"\*", r"\d+"))
+    found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    if not found:
+        raise ConfigError(
+            f"{named(FAMILIES, row.name)}: no module has a name as blocks = {row.blocks!r}; register it with the names "
+            "of its blocks, as 'layers.*'"
+        )
+    return found

@@ -3,10 +3,13 @@
 Twin: jaxdist/config/registry.py.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from jaxdist.config.errors import ConfigError
 from jaxdist.config.registry import Reference, Registry, registrant
 
 # Modules of a decoder, where * is the number of a block -> their style under tensor parallelism, by its name in
@@ -32,6 +35,7 @@ TENSOR_PLAN: Mapping[str, str] = MappingProxyType(
         "lm_head": "head",
     }
 )
+STYLES = ("embedding", "positions", "norm", "enter", "column", "heads", "row", "last_norm", "head")
 
 
 @dataclass(frozen=True)
@@ -47,17 +51,40 @@ class Family:
     blocks: str = "layers.*"
     """Names of its blocks, in order; * is a number."""
     tensor: Mapping[str, str] = field(default_factory=dict)
-    """Additions and changes to TENSOR_PLAN for its tensor parallelism; "" leaves a module out."""
+    """Additions and changes to TENSOR_PLAN for its tensor parallelism; "" leaves a module, and all within it, whole."""
     no_pipeline: str = ""
     """Why torch's pipeline stages can't train it; empty: they can."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a style that there is not."""
+        if unknown := [(module, style) for module, style in self.tensor.items() if style not in ("", *STYLES)]:
+            module, style = unknown[0]
+            raise ConfigError(
+                f"family {self.name!r} of torch_ref: tensor[{module!r}] = {style!r} is no style; choose one of "
+                f"{', '.join(STYLES)}, or '' to keep the module whole"
+            )
 
     @property
     def plan(self) -> dict[str, str]:
         """Pattern of module names -> style under tensor parallelism."""
         return {name: style for name, style in {**TENSOR_PLAN, **self.tensor}.items() if style}
 
+    def unplanned(self, modules: Iterable[str]) -> list[str]:
+        """Those of these modules that have no style and are not left whole, each kind once, with * for numbers."""
+        patterns = {**TENSOR_PLAN, **self.tensor}
+        whole = [pattern for pattern, style in patterns.items() if not style]
 
-FAMILIES: Registry[Family] = Registry("family of torch_ref", "torch_ref.families.rows")
+        def planned(module: str) -> bool:
+            parts = module.split(".")
+            around = [".".join(parts[:count]) for count in range(1, len(parts))]
+            return any(fnmatchcase(module, pattern) for pattern in patterns) or any(
+                fnmatchcase(outer, pattern) for outer in around for pattern in whole
+            )
+
+        return list(dict.fromkeys(re.sub(r"\b\d+\b", "*", module) for module in modules if not planned(module)))
+
+
+FAMILIES: Registry[Family] = Registry("family of torch_ref", Family, "torch_ref.families.rows")
 
 
 def register_family(row: Family) -> None:

@@ -37,7 +37,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from jaxdist.config import ConfigError, Experiment, Memory, Parallel
 from jaxdist.config.fitting import moved
+from jaxdist.config.plugins import named
 from torch_ref.families.models import blocks, row_of
+from torch_ref.families.registry import FAMILIES, STYLES
 from torch_ref.parallel.context import Context, context
 from torch_ref.parallel.experts import AllToAll, Dispatch, experts_of, spread
 from torch_ref.parallel.images import AllImages, Images
@@ -127,8 +129,17 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     Forward, one all-reduce of the activations after the embedding, each attention and each MLP; as many
     backward, at the same places from the other side. Activations between them are whole on each rank, or
     under `sequence` each rank has its times of them (torch: `SequenceParallel`), and each all-reduce is a
-    reduce-scatter there and an all-gather before the next product.
+    reduce-scatter there and an all-gather before the next product. Raises ConfigError for matrices of a plugin's
+    family without a style.
     """
+    row, modules = row_of(model), dict(model.named_modules())
+    matrices = (name for name, module in modules.items() if any(p.ndim > 1 for p in module.parameters(recurse=False)))
+    if missing := row.unplanned(matrices):
+        raise ConfigError(
+            f"{named(FAMILIES, row.name)}: tensor has no style for {', '.join(missing)}, which the mesh axis tensor = "
+            f"{mesh.size()} splits; give each one of {', '.join(STYLES)}, or '' to keep it whole, or use a mesh "
+            "without that axis"
+        )
     between: Placement = Shard(1) if sequence else Replicate()
     styles: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -141,8 +152,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
         "last_norm": Replicated(between, outputs=Replicate(), local=False),
         "head": ColwiseParallel(use_local_output=False),
     }
-    present, plan = [name for name, _ in model.named_modules()], row_of(model).plan
-    parallelize_module(model, mesh, {name: styles[plan[name]] for name in plan if fnmatch.filter(present, name)})
+    plan = {name: styles[style] for name, style in row.plan.items() if fnmatch.filter(modules, name)}
+    parallelize_module(model, mesh, plan)
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:

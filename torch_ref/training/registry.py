@@ -33,7 +33,7 @@ class UpdateRule:
     """Which parameters are a group, and what that has of its own."""
 
 
-OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer of torch's side")
+OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer of torch's side", UpdateRule)
 
 
 def register_optimizer(row: UpdateRule) -> None:
