@@ -260,7 +260,7 @@ def size_of(text: str) -> float:
     """Bytes, as 80GB or 79GiB."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", text.strip().upper())
     if not parts or parts[2] not in UNITS or not float(parts[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give it as 80GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give it as 80GB")
     return float(parts[1]) * UNITS[parts[2]]
 
 

@@ -175,11 +175,11 @@ def test_it_is_drawn(way: list[str], tmp_path: Path, capsys: Capsys) -> None:
     ("argv", "says"),
     [
         (["--hardware", "h10"], r"--hardware h10: neither a shipped device nor a .toml file; did you mean 'h100'"),
-        (["--memory", "80"], r"--memory.*'80' is no size; give it as 80GB"),
+        (["--memory", "80"], r"--memory.*'80' is not a size; give it as 80GB"),
         (["--recommend"], r"--recommend and --devices N go together"),
         (["--devices", "8"], r"--recommend and --devices N go together"),
         (["--recommend", "--devices", "8", "--mesh", "2x4"], r"--recommend chooses the mesh"),
-        (["--recommend", "--devices", "0"], r"'0' is no whole number"),
+        (["--recommend", "--devices", "0"], r"'0' is not a whole number"),
         (["--recommend", "--devices", "7"], r"train.batch = 16 sequences cannot .* any mesh .*; use --train.batch 21"),
         (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over"),
         (["--hardware", "tpu-v5p", "--precision", "fp64"], r"tpu-v5p has no rate for it"),

@@ -235,7 +235,7 @@ def test_evaluation_of_a_run_in_chunks(
 
 
 BAD_EVALUATION: dict[str, tuple[list[str], str]] = {
-    "no batches": (["--batches", "0"], r"--batches: '0' is no whole number from 1"),
+    "no batches": (["--batches", "0"], r"--batches: '0' is not a whole number from 1"),
     "empty file": (["--tokens", "empty.txt", "--logits", "l.npy"], r"--tokens empty.txt"),
     "several arrays": (["--tokens", "two.npz", "--logits", "l.npy"], r"two.npz: several arrays"),
     "no folder": (["--tokens", "ids.npy", "--logits", "nowhere/l.npy"], r"--logits nowhere/l.npy: no such folder"),
@@ -403,7 +403,7 @@ def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and moments stay, the schedule goes on, and so does the run."""
+    """Weights and moments stay, the schedule continues, and so does the run."""
     path, right = tmp_path / "run", Step.accumulate
     line = [*TINY, "--mesh", "2x2", "--steps", "5", "--checkpoint.every", "1", "--output", str(path)]
     experiment = parse(line, "jaxdist.train", "").experiment

@@ -52,7 +52,7 @@ PARTS_OF_FAMILIES = {
 
 
 def source_files(folder: str) -> list[Path]:
-    """The modules under `folder` that are no tests."""
+    """The modules under `folder` that are not tests."""
     files = sorted((ROOT / folder).rglob("*.py"))
     return [file for file in files if not file.name.endswith("_test.py") and file.name != "conftest.py"]
 

@@ -36,7 +36,7 @@ def test_a_run_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         "mathematics", "distribution", "precision", "memory", "traffic",
     }  # fmt: skip
     assert "Steps 1 to 4 of 300 were run" in found["notes"][0]
-    assert "sums taken in another order move jaxdist's by" in found["notes"][1]
+    assert "reordering sums changes the loss: jaxdist's by" in found["notes"][1]
     assert "<strong>Equivalent</strong>" in (tmp_path / "proof" / "report.html").read_text(encoding="utf-8")
 
 

@@ -272,7 +272,7 @@ def test_a_device_without_memory_is_told() -> None:
 
 
 def test_a_run_to_be_measured_alone(tmp_path: Path) -> None:
-    """It has no last step to go on from."""
+    """It has no last step to continue from."""
     line = ["--mesh", "1x1", "--model.vocab", "256", "--checkpoint.final", "false", "--output", str(tmp_path)]
     done = command(*line)
     assert done.returncode == 0, done.stderr
@@ -318,7 +318,7 @@ train.train_step = train_step
 
 
 def test_a_step_that_is_not_finite_is_passed_over(train: Train, tmp_path: Path) -> None:
-    """Weights and moments stay, the schedule goes on, and so does the run."""
+    """Weights and moments stay, the schedule continues, and so does the run."""
     line = "--mesh 2x1 --checkpoint.every 1"
     run = train(f"{line} --train.nonfinite skip", before=INFINITE)
     records = read_metrics(run.folder)
@@ -448,7 +448,7 @@ def test_signals_to_one_rank_are_heeded_by_all(tmp_path: Path) -> None:
     line = ["--mesh", "2x1", "--model.vocab", "256", "--output", str(tmp_path / "run")]
     done = command(*line, before=SIGNALS)
     assert done.returncode == 75, done.stderr
-    assert done.stderr.count("error: ended by a signal after step 3; step 3 is saved: go on by --resume") == 1
+    assert done.stderr.count("error: ended by a signal after step 3; step 3 is saved: continue by --resume") == 1
     assert steps_in(tmp_path / "run" / "checkpoints") == [1, 2, 3]
 
 
@@ -470,7 +470,7 @@ def test_a_signal_while_validating(tmp_path: Path) -> None:
     line = ["--mesh", "2x1", "--steps", "2", "--model.vocab", "256", "--train.validation_batches", "8"]
     done = command(*line, "--output", str(tmp_path / "run"), before=SIGNALLED)
     assert done.returncode == 75, done.stderr
-    assert "ended by SIGTERM after step 2; step 2 is saved: go on by --resume" in done.stderr
+    assert "ended by SIGTERM after step 2; step 2 is saved: continue by --resume" in done.stderr
     assert steps_in(tmp_path / "run" / "checkpoints") == [2]
 
 

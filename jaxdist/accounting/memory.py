@@ -112,7 +112,7 @@ class State:
         return found
 
     def weights(self, layers: bool) -> int:
-        """Numbers of all blocks of a stage, or of what is no block, whole over what a strategy shards."""
+        """Numbers of all blocks of a stage, or of what is not a block, whole over what a strategy shards."""
         return self.numbers[layers, False]
 
     def elements(self, sharded: bool) -> int:

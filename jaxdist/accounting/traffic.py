@@ -68,7 +68,7 @@ def count(closed: Any) -> list[Collective]:
         if not names or primitive in SILENT:
             continue
         if primitive not in KINDS:
-            raise NotImplementedError(f"{primitive} over {names}: what it sends is not counted yet")
+            raise NotImplementedError(f"{primitive} over {names}: its bytes are not counted yet")
         op, n = KINDS[primitive], math.prod(mesh[name] for name in names)
         for before, after in zip(equation.invars, equation.outvars, strict=True):
             size, dtype = max(v.aval.size for v in (before, after)), before.aval.dtype

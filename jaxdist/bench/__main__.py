@@ -212,7 +212,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("--json", action="store_true", help="print one JSON object; everything else goes to stderr")
     a = parser.parse_args(argv)
     if a.results and (a.only or a.quick or a.full):
-        raise ConfigError("--results measures nothing: --only, --quick and --full are of what is measured; give either")
+        raise ConfigError("--results measures nothing: --only, --quick and --full choose what to measure; give either")
     if a.device == "gpu" and "gpu" in (a.only or ()) and decoders.here() is None:
         raise ConfigError(f"--device gpu: {decoders.UNKNOWN}; use --device cpu, or leave the section gpu out by --only")
     if a.readme:

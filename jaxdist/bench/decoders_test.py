@@ -78,7 +78,7 @@ def test_figures_of_a_row(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None
 def test_a_side_that_fails_is_noted(
     fails: str, side: str, left: int, monkeypatch: pytest.MonkeyPatch, bench: Bench
 ) -> None:
-    """Once; the other goes on."""
+    """Once; the other continues."""
     lines = ran(monkeypatch, fails=fails)
     assert len(list(compare(bench, ROWS[0], 4096, H100, 1e14))) == left
     assert len(lines) == 3 and bench.notes == [f"llama-1b, T 4096: {side}: no memory left"]

@@ -73,4 +73,4 @@ def stacked(figures: Sequence[Figure]) -> Markup:
         axes.set_xlabel("seconds from the command to the end of the first step, medians")
         axes.tick_params(length=0)
         drawing.legend(loc="outside upper left", ncols=4, handlelength=1)
-        return inline(drawing, "stages", "Seconds to the first step, by what they go into")
+        return inline(drawing, "stages", "Seconds to the first step, by phase")

@@ -181,7 +181,7 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
 def user_path(text: str) -> Path:
     """A path as a person writes it: with ~ for the home folder, short enough to be one, and no circle of links."""
     if not text:  # as of a variable that is not set; it would be taken for the folder we are in
-        raise argparse.ArgumentTypeError("'' is no path; give one, or '.' for this folder")
+        raise argparse.ArgumentTypeError("'' is not a path; give one, or '.' for this folder")
     try:
         path = Path(text).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -204,7 +204,7 @@ def count(text: str, most: float = math.inf) -> int:
     """A whole number from 1, to `most`."""
     if not text.isdecimal() or not 1 <= int(text) <= most:
         upto = "" if most == math.inf else f" to {most:,}"
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1{upto}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1{upto}")
     return int(text)
 
 
@@ -306,7 +306,7 @@ def _check_start(experiment: Experiment, start: Source, overrides: Mapping[str, 
     flags = [f"--{name}" for field in different if (name := f"model.{field}") in overrides]
     given = {field: there for field, (_, there) in different.items()}
     if config.startswith("--resume"):
-        fix = f"leave out --init {start.path}: the run goes on with its own weights"
+        fix = f"leave out --init {start.path}: the run continues with its own weights"
     elif not config:
         fix = f"leave out {' '.join(flags)}: --init gives the model"
     elif "family" in different:
@@ -418,19 +418,21 @@ def _resolve_resume(run: dict[str, Any]) -> None:
     folder, output = run["resume"], run["output"]
     if isinstance(folder, Path):
         if output is not None and output.absolute() != folder.absolute():
-            raise ConfigError(f"--resume {folder} --output {output}: a run goes on in its own folder; give one of them")
+            raise ConfigError(
+                f"--resume {folder} --output {output}: a run continues in its own folder; give one of them"
+            )
         if not (folder / RUN_CONFIG).is_file():
             raise ConfigError(f"--resume {folder}: no run is there, it has no {RUN_CONFIG}; {_instead(folder)}")
         run["output"], run["resume"] = folder, True
     elif folder and output is None:
-        raise ConfigError("--resume needs the folder of the run to go on with; give --resume DIR")
+        raise ConfigError("--resume needs the folder of the run to continue with; give --resume DIR")
 
 
 def _instead(folder: Path) -> str:
     """The fix for a --resume whose path is not a run folder."""
     run = next((parent for parent in folder.parents if (parent / RUN_CONFIG).is_file()), None)
     if run:
-        return f"it belongs to the run {run}: give --resume {run}, which goes on from its newest checkpoint"
+        return f"it belongs to the run {run}: give --resume {run}, which continues from its newest checkpoint"
     within = sorted(folder.iterdir()) if folder.is_dir() else []
     if run := next((path for path in within if (path / RUN_CONFIG).is_file()), None):
         return f"there is one within it: give --resume {run}"

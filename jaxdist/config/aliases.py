@@ -136,7 +136,7 @@ NOT_HERE = {
     "log_with logger wandb use_wandb wandb_project wandb_log wandb_run_name enable_wandb mlflow",
     "data are read by no worker processes; leave it out": "num_workers workers dataloader_num_workers num_proc "
     "preprocessing_num_workers dataloader_pin_memory pin_memory",
-    "there is no choice of kernels; leave it out": "attn_implementation attention_implementation attention_impl "
+    "kernels cannot be chosen; leave it out": "attn_implementation attention_implementation attention_impl "
     "attention_backend flash_attn use_flash_attn use_flash_attention use_flash_attention_2",
     "validation comes after the last step, and python -m jaxdist.evaluate does it of any checkpoint; leave it out": ""
     "do_eval eval_steps eval_interval eval_every eval_strategy evaluation_strategy val_check_interval "
@@ -148,7 +148,7 @@ NOT_HERE = {
     "rdzv_endpoint ddp_backend",
     "Adam is without AMSGrad, which keeps the greatest second moment; leave it out": "amsgrad use_amsgrad",
     "momentum is without dampening; leave it out": "dampening",
-    "there is no choice of an update's implementation; leave it out": "foreach capturable differentiable fused",
+    "an update's implementation cannot be chosen; leave it out": "foreach capturable differentiable fused",
     "code that lies in a folder is never run; leave it out": "trust_remote_code",
     "--config takes a model by its name or its folder, --init its weights too": "model model_name model_config",
 }

@@ -145,7 +145,7 @@ def test_each_value_is_told_and_what_is_told_is_accepted() -> None:
 
 
 def test_the_tables_are_of_this_program() -> None:
-    """Each field is one; and what is accepted here is no name or value of another, of which nothing would be told."""
+    """Each key is a field; and no accepted alias is a name or value of another field, which would hide it."""
     assert {m.field for m in NAMES.values()} <= {*FIELDS, *FLAGS, "resume"}
     assert not NAMES.keys() & {*SHORTCUTS, *FLAGS, "resume", "device"}
     for field, table in VALUE_NAMES.items():

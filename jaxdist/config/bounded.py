@@ -23,13 +23,13 @@ def check_fetched(start: bytes) -> None:
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     """What a JSON file says.
 
-    Raises OSError, and ValueError for what is no file (a pipe would be waited for), too long, or not to be parsed.
+    Raises OSError, and ValueError for what is not a file (a pipe would be waited for), too long, or not to be parsed.
     """
     return parse(read_bytes(path, most))
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file's bytes. Raises OSError, and ValueError for what is no file, or has more than `most`."""
+    """A file's bytes. Raises OSError, and ValueError for what is not a file, or has more than `most`."""
     if (size := size_of(path)) > most:
         raise ValueError(f"it has {size:,} bytes, more than {most:,}")
     return path.read_bytes()
@@ -60,14 +60,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is no number in JSON")
+    raise ValueError(f"{constant} is not a number in JSON")
 
 
 def size_of(path: Path) -> int:
     """Bytes of a file. Raises OSError, and ValueError for what is none: a pipe would be waited for."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no file")
+        raise ValueError("it is not a file")
     return status.st_size
 
 

@@ -124,7 +124,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--mesh", "fsdp=2,fsdp=4"], r"axis 'fsdp' is given twice"),
     (["--mesh", "fsdp=2,tenser=4"], r"unknown axis 'tenser'; did you mean 'tensor'"),
     (["--mesh", "fsdp=-1,tensor=-1"], r"only one axis can be -1"),
-    (["--mesh", "fsdp=-1,tensor=3"], r"16 devices are no multiple of 3"),
+    (["--mesh", "fsdp=-1,tensor=3"], r"16 devices are not a multiple of 3"),
     (["--mesh", "fsdp=4", "--strategy", "ddp"], r"ddp shards nothing; name the axis data"),
     (["--mesh", "data=4,tensor=2"], r"shards over the axis fsdp, which has size 1"),
     (

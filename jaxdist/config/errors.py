@@ -24,7 +24,7 @@ class OtherShapes(ConfigError):
 
 
 class TrainingError(Exception):
-    """The run cannot go on. The message says where it stopped and what to try; the process ends with 1."""
+    """The run cannot continue. The message says where it stopped and what to try; the process ends with 1."""
 
 
 class DoesNotFit(Exception):
@@ -32,7 +32,7 @@ class DoesNotFit(Exception):
 
 
 class Interrupted(Exception):
-    """A signal ended the run between two steps; the process ends with 75, and --resume goes on."""
+    """A signal ended the run between two steps; the process ends with 75, and --resume continues."""
 
 
 CODES: dict[type[BaseException], int] = {

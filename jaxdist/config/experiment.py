@@ -56,7 +56,7 @@ class Train(Section):
     """Random seed of the starting weights and the data order."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """Response to a NaN or infinite loss or gradient norm. stop: end the run before the update; skip: leave out the
-    update and go on with the next batch. Weights or optimizer state that are not finite when they are read are refused
+    update and take the next batch. Weights or optimizer state that are not finite when they are read are refused
     in both cases."""
     skip: Steps = ()
     """Steps to leave out, as 120,121: weights and moments stay, the schedule advances. For batches that make the loss
@@ -240,7 +240,7 @@ class Experiment(Section):
                 "use adamw"
             )
         if not all(self.data.pixel_std):
-            raise ValueError("data.pixel_std = 0 divides by nothing; use data.pixel_std = 1 for pixels as they are")
+            raise ValueError("data.pixel_std = 0 divides by nothing; use data.pixel_std = 1 for unscaled pixels")
 
     @classmethod
     def sections(cls) -> dict[str, FieldInfo]:
@@ -423,7 +423,7 @@ class Experiment(Section):
         """
         if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
             raise ConfigError(
-                f"{source}: {reprlib.repr(values)} is no table of settings; give the sections of a config"
+                f"{source}: {reprlib.repr(values)} is not a table of settings; give the sections of a config"
             )
         try:
             return cls.model_validate(values, context=held).naming_plugins()

@@ -36,7 +36,7 @@ MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32
             r"widths = 16 are not as many as model.depths = 1,1: .*; use model.widths = 16,32",
         ),
         ({"model": {"depths": "1000,1"}}, r"model.depths = \[1000, 1\] are 1,001 blocks; use at most 1,000"),
-        ({"model": {"block": "bottleneck", "widths": "16,30"}}, r"30 is no multiple of 4"),
+        ({"model": {"block": "bottleneck", "widths": "16,30"}}, r"30 is not a multiple of 4"),
         ({"data": {"pixel_std": "1,2"}}, r"data.pixel_std has 2 numbers, and model.channels = 3; give one"),
         ({"data": {"pixel_std": "0"}}, r"data.pixel_std = 0 divides by nothing"),
         ({"model": {"heads": 8}}, r"model.heads = 8: no such field"),

@@ -68,7 +68,7 @@ class UpdateRule:
     """Whether each number of a parameter is updated by its own gradient and state alone; None: if every parameter has
     all states."""
     matrices_alone: bool = False
-    """Whether image models, whose kernels are no matrices, are refused."""
+    """Whether image models, whose kernels are not matrices, are refused."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for states that are no mapping to functions."""

@@ -154,7 +154,7 @@ class Parallel(Section):
                 raise ConfigError(f"{field}: -1 needs a known number of devices; write the size out")
             if devices % known:
                 raise ConfigError(
-                    f"{field}: {devices} devices are no multiple of {known}; give sizes that divide {devices}, as "
+                    f"{field}: {devices} devices are not a multiple of {known}; give sizes that divide {devices}, as "
                     f"--mesh {resized(sizes, [axis for axis in AXES if sizes[axis] > 1], devices)}"
                 )
             sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}

@@ -37,7 +37,7 @@ def loaded_plugins() -> tuple[str, ...]:
 
 
 def plugins_of(values: Mapping[str, Any]) -> Sequence[str]:
-    """The plugins that a config names; none where they are no list of texts, which validation says."""
+    """The plugins that a config names; none where they are not a list of texts, which validation says."""
     found = listed(values.get("plugins"))
     return found if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found) else ()
 
@@ -118,7 +118,7 @@ def checked(found: Any, kind: type, given: str) -> Any:
 
 def function(rows: Registry[Any], name: str, field: str, needed: str, kind: type = object) -> Callable[..., Any]:
     """The function or class that a row's `field` refers to, as `piece`, with ConfigErrors for what a plugin's code
-    raises and for a result that is no instance of `kind`."""
+    raises and for a result that is not an instance of `kind`."""
     found = piece(rows, name, field, needed)
 
     def guarded(*arguments: Any) -> Any:

@@ -83,7 +83,7 @@ class Content:
     """A checkpoint in the tensors of a `naming`, by group: parameters, and what its optimizer keeps, where it has one.
 
     `step` is the number of steps done, `updates` of those that changed weights; None without an optimizer's state.
-    `scaling` is the loss scale that training goes on with, where there is one.
+    `scaling` is the loss scale that training continues with, where there is one.
     """
 
     experiment: Experiment
@@ -95,7 +95,7 @@ class Content:
     metrics: bytes = b""  # the lines that the run logged
     scaling: LossScale | None = None
     checkpoint: Path | None = None  # one with a manifest, with which its large files are still to be compared
-    averages: Leaves = field(default_factory=dict)  # of the weights, with which no training goes on here
+    averages: Leaves = field(default_factory=dict)  # of the weights, with which no training continues here
 
     def entries(self, group: str) -> dict[str, Entry]:
         """The tensors of a group. Raises ConfigError as `kept` does."""
@@ -154,8 +154,8 @@ class Content:
         if not found:
             return self.origin
         say(
-            f"{source}: {len(found)} buffers, {next(iter(found))} first, are no parameters: the model makes them anew, "
-            "and they wait for the way back"
+            f"{source}: {len(found)} buffers, {next(iter(found))} first, are not parameters: the model recomputes "
+            "them, and they are kept for the way back"
         )
         return replace(self.origin, buffers={self.origin.names.get(n, n): leaf for n, leaf in found.items()})
 

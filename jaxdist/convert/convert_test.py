@@ -309,7 +309,7 @@ class TestConfig:
                 r"scale_attn_by_inverse_layer_idx = True",
             ),
             (HF_GPT2 | {"n_embd": 7}, r"n_head = 3 does not divide n_embd = 7"),
-            ([], r"is no table of settings"),
+            ([], r"is not a table of settings"),
         ],
     )
     def test_what_cannot_be_computed_is_named(self, settings: Any, says: str, tmp_path: Path) -> None:
@@ -482,8 +482,8 @@ class TestCommandLine:
                 r"TARGET new.ckpt: .ckpt ends the name of a file.*; give .*, or --to torch",
             ),
             (["lone.safetensors", "new"], r"lone.safetensors: .*give its folder \., with config.json"),
-            (["", "new"], r"SOURCE: '' is no path"),
-            (["run", ""], r"TARGET: '' is no path"),
+            (["", "new"], r"SOURCE: '' is not a path"),
+            (["run", ""], r"TARGET: '' is not a path"),
         ],
     )
     def test_bad_arguments(

@@ -52,14 +52,14 @@ def check_apart(given: Path, read: Mapping[str, Path | None], force: bool) -> No
 
 
 def check_replaceable(given: Path, coming: Mapping[str, bytes], there: Path) -> None:
-    """Raises ConfigError where --force would take what is no checkpoint, and OSError.
+    """Raises ConfigError where --force would take what is not a checkpoint, and OSError.
 
     TARGET as it was `given`, and where it lies. `coming`: files that the new one has besides its weights.
     """
     target = there.resolve()
     if not (is_file(target) if target.is_file() else is_folder(target)):
         raise ConfigError(
-            f"TARGET {given} is no checkpoint, and --force replaces nothing else; remove it, or give another"
+            f"TARGET {given} is not a checkpoint, and --force replaces nothing else; remove it, or give another"
         )
     if target.is_file():
         return

@@ -171,7 +171,7 @@ def test_a_file_that_is_no_checkpoint(name: str, tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / name, "w") as document:
             document.writestr("word/document.xml", "work")
     before = (tmp_path / name).read_bytes()
-    with pytest.raises(ConfigError, match=rf"{name} is no checkpoint, and --force replaces nothing else"):
+    with pytest.raises(ConfigError, match=rf"{name} is not a checkpoint, and --force replaces nothing else"):
         main([str(source), str(tmp_path / name), "--force", "--to", "torch"])
     assert (tmp_path / name).read_bytes() == before
 

@@ -37,7 +37,7 @@ def read_content(path: Path) -> Any:
 
 
 class TestBuffers:
-    """They are no parameters, and come back as they were."""
+    """They are not parameters, and come back as they were."""
 
     def test_of_a_hugging_face_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file = written(tmp_path / "hf", "hf", content_of(GPT2)) / "model.safetensors"

@@ -134,7 +134,7 @@ class TestSteps:
         assert dcp_files.Tensors(back).extras()["step"] == 7.5
 
     def test_of_two_numbers(self, tmp_path: Path) -> None:
-        """Of a script it is no count, as in a torch file, and comes back; of a parameter there is no other."""
+        """Of a script it is not a count, as in a torch file, and comes back; of a parameter there is no other."""
         saved = saved_dcp(tmp_path / "two", self.tree(tmp_path, step=torch.ones(2)))
         content = dcp_files.read_content(saved, EXPERIMENT)
         assert content.step == 5

@@ -30,13 +30,13 @@ def open_table(file: Path) -> Table:
     elif found := signature(head):
         raise ConfigError(f"data.path = {str(file)!r}: neither Parquet nor Arrow: it is {found.title}; {found.fix}")
     elif file.suffix.lower() == ".parquet" or not head:
-        what, fix = ("whatever its name says", "rename it to what it is") if head else ("it is empty", "remove it")
+        what, fix = ("whatever its name says", "rename it to its format") if head else ("it is empty", "remove it")
         raise ConfigError(f"data.path = {str(file)!r}: neither Parquet nor Arrow, {what}; {fix}, or copy it again")
     else:
         table = _arrow(file, as_file=False)
     if twice := sorted({name for name in table.names if table.names.count(name) > 1}):
         raise ConfigError(
-            f"data.path = {str(file)!r}: columns of the same name ({', '.join(twice)}); give each a name of its own"
+            f"data.path = {str(file)!r}: columns of the same name ({', '.join(twice)}); give each its own name"
         )
     return table
 

@@ -25,7 +25,7 @@ def columns(head: list[str], field: str) -> tuple[list[str], str, bool]:
 
 
 def begins_with_table(head: str, cut: bool, field: str) -> bool:
-    """Whether text begins with a row of at least two different names, one of them `field`, and goes on with rows of as
+    """Whether text begins with a row of at least two different names, one of them `field`, followed by rows of as
     many values. `cut`: there is more text."""
     lines = io.StringIO(head, newline="").readlines()
     if field not in (names := lines[0].strip() if lines else "") or not any(mark in names for mark in DELIMITERS):

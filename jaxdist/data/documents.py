@@ -242,7 +242,7 @@ class Documents:
                 if self._field not in names:
                     raise self._no("column", names)
                 if (count := names.count(self._field)) > 1:
-                    raise Unusable(f"{count} columns are called {self._field!r}", "give each a name of its own")
+                    raise Unusable(f"{count} columns are called {self._field!r}", "give each its own name")
                 number = 1 + len(head)
                 rows = csv.reader(lines, delimiter=mark, skipinitialspace=spaced, strict=True)
                 for row in rows:

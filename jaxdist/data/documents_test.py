@@ -340,7 +340,7 @@ DAMAGED = {
     "behind.jsonl.zst": (zst(LINES.encode()) + b"junk", "cannot be read, damaged or cut"),
     "cut.txt.xz": (lzma.compress(TEXT.encode())[:-20], "cannot be read, damaged or cut"),
     "junk.parquet": (b"PAR1" + bytes(range(128, 256)) * 8 + b"PAR1", "cannot be read, damaged or cut"),
-    "text.parquet": (b"some text", "neither Parquet nor Arrow, whatever its name says; rename it to what it is"),
+    "text.parquet": (b"some text", "neither Parquet nor Arrow, whatever its name says; rename it to its format"),
     "text.arrow": (b"some text " * 9, "cannot be read, damaged or cut"),
     "half.jsonl": (RAW.encode("utf-16")[:-1], "cannot be read, damaged or cut"),
     "cut.json": (json.dumps(RECORDS).encode()[:-1], r"cut\.json:1: the array is cut"),
@@ -357,7 +357,7 @@ DAMAGED = {
     ),
     "quote.csv": (b'id,text\n1,"a\n', r"quote\.csv:\d: unexpected end of data"),
     "quote within.csv": (b'id,text\n1,a\n2,b\n3,"c"d\n', r"within\.csv:4: ',' expected after '\"'"),
-    "twice.csv": (b"text,text\na,b\n", r"twice\.csv:1: 2 columns are called 'text'; give each a name of its own"),
+    "twice.csv": (b"text,text\na,b\n", r"twice\.csv:1: 2 columns are called 'text'; give each its own name"),
     "empty.txt.bz2": (bz2.compress(TEXT.encode())[:14], "cannot be read, damaged or cut"),
     "other.csv": (
         b"id,body\n1,a\n",

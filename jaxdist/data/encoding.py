@@ -119,7 +119,7 @@ def end_of(tokenizer: Tokenizer, file: Path, end_of_text: str) -> tuple[int | No
             continue
         if (number := _id_of(tokenizer, found)) is None:
             raise ConfigError(
-                f"data.tokenizer = {str(file)!r}: {name} beside it gives {key} = {found!r}, which is no token of "
+                f"data.tokenizer = {str(file)!r}: {name} beside it gives {key} = {found!r}, which is not a token of "
                 "it; set data.end_of_text to the token that ends a document, or none"
             )
         return number, f"as {name} says{_others(tokenizer, file, name, number)}"

@@ -147,14 +147,14 @@ def test_bytes(folder: Path) -> None:
 
 
 def test_what_is_not_encoded_has_its_own_ends(folder: Path) -> None:
-    for name, told in (("a.txt", "files are joined as they are"), ("a.npy", "as the ids have it")):
+    for name, told in (("a.txt", "files are joined without a separator"), ("a.npy", "as the ids have it")):
         if name == "a.txt":
             (folder / name).write_text("some text")
         else:
             np.save(folder / name, np.arange(9))
         assert open_stream(Data(path=str(folder / name)), 512).rows["end of document"] == told
         stream = open_stream(Data(path=str(folder / name), end_of_text="x"), 512)
-        assert stream.rows["end of document"] == f"{told}; data.end_of_text is for what is encoded here"
+        assert stream.rows["end of document"] == f"{told}; data.end_of_text applies to text that is encoded here"
 
 
 def test_another_end_is_other_data(folder: Path) -> None:
@@ -166,14 +166,14 @@ def test_another_end_is_other_data(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("beside", "told"),
     [
-        (names("</s>"), r"tokenizer_config\.json beside it gives eos_token = '</s>', which is no token"),
+        (names("</s>"), r"tokenizer_config\.json beside it gives eos_token = '</s>', which is not a token"),
         (
             {"generation_config": {"eos_token_id": 99}},
-            r"generation_config\.json .* eos_token_id = 99, which is no token",
+            r"generation_config\.json .* eos_token_id = 99, which is not a token",
         ),
-        ({"config": {"eos_token_id": -1}}, r"config\.json .* eos_token_id = -1, which is no token"),
-        ({"config": {"eos_token_id": 2**40}}, r"config\.json .* eos_token_id = 1099511627776, which is no token"),
-        (names("\ud800"), r"eos_token = '\\ud800', which is no token"),
+        ({"config": {"eos_token_id": -1}}, r"config\.json .* eos_token_id = -1, which is not a token"),
+        ({"config": {"eos_token_id": 2**40}}, r"config\.json .* eos_token_id = 1099511627776, which is not a token"),
+        (names("\ud800"), r"eos_token = '\\ud800', which is not a token"),
         (
             {"tokenizer_config": [{"eos_token": "</s>"}]},
             r"tokenizer_config\.json' beside it: it holds list, not an object of settings; correct or remove it",

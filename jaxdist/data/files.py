@@ -12,7 +12,7 @@ from jaxdist.config.registry import families_of
 
 # Tests are half of the library and dull to learn from.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# Files beside data that are no data: pickles (nanoGPT's meta.pkl), weights; tokenizers and descriptions.
+# Files beside data that are not data: pickles (nanoGPT's meta.pkl), weights; tokenizers and descriptions.
 NOT_DATA = {
     **dict.fromkeys((".pkl", ".pickle"), "pickles are never opened"),
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".safetensors", ".gguf", ".onnx", ".h5"), "weights, no text"),

@@ -21,7 +21,7 @@ DOCUMENTS = [IDS[:1000].tolist(), IDS[1000:].tolist()]
 
 
 def opened(path: Path, **fields: Any) -> Dataset:
-    """The data, with one batch of each split read. `vocab` and `split_read` are no fields of Data."""
+    """The data, with one batch of each split read. `vocab` and `split_read` are not fields of Data."""
     vocab, split = fields.pop("vocab", 65_536), fields.pop("split_read", "train")
     values: Fields = {"path": str(path), "sequence": 4} | fields
     found = open_dataset(Data(**values), vocab)
@@ -146,7 +146,7 @@ FIXES: dict[str, tuple[Callable[[Path], Path], Fields, str, Callable[[Path, str]
     "JSON called text, kept": (text("a.txt", LINE * 3), {}, "set data.text_field = ''", fields(text_field="")),
     "CSV called text": (text("a.txt", ROW + ROW[8:] * 3), {}, "the ending .csv", renamed(".csv")),
     "CSV called text, kept": (text("a.txt", ROW + ROW[8:] * 3), {}, "set data.text_field = ''", fields(text_field="")),
-    "text called Parquet": (text("a.parquet", "some text"), {}, "rename it to what it is",
+    "text called Parquet": (text("a.parquet", "some text"), {}, "rename it to its format",
         lambda path, message: path.rename(path.with_suffix(".txt"))),
     "an empty Parquet": (several(text("a.parquet", ""), text("b.jsonl", LINE)), {}, "keep one kind", away("a.parquet")),
     "another key": (text("a.jsonl", '{"body": "some text", "id": 1}\n'), {}, "it has body, .*set it to the key of the",
@@ -162,7 +162,7 @@ FIXES: dict[str, tuple[Callable[[Path], Path], Fields, str, Callable[[Path, str]
     "a key twice": (text("a.jsonl", '{"text": "some text", "text": "more"}\n'), {}, "keep one of them", anew(LINE)),
     "half a pair": (text("a.jsonl", '{"text": "some text \\ud800"}\n'), {}, "remove that from the text", anew(LINE)),
     "a ragged row": (text("a.csv", ROW + "2,a,b\n"), {}, "correct or remove this row", anew(ROW)),
-    "a column twice": (text("a.csv", "text,text\na,some text\n"), {}, "give each a name of its own",
+    "a column twice": (text("a.csv", "text,text\na,some text\n"), {}, "give each its own name",
         anew("other,text\na,some text\n")),
     "latin1 records": (text("a.jsonl", '{"text": "some café"}'.encode("latin1")), {}, "convert the file to UTF-8",
         lambda path, message: text("a.jsonl", path.read_bytes().decode("latin1"))(path.parent)),

@@ -40,7 +40,7 @@ MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: 
 PICKLE = Foreign(
     "a pickle, which is never opened", "save the ids by numpy.save, as a 1-D array of integers in a .npy file"
 )
-OTHERS = {  # first bytes of files that are no raw ids, beside those of `signatures`
+OTHERS = {  # first bytes of files that are not raw ids, beside those of `signatures`
     b"\x1f\x8b\x08": Foreign("packed by gzip", UNPACK), b"\x28\xb5\x2f\xfd": Foreign("packed by zstd", UNPACK),
 }  # fmt: skip
 # The start of a pickle (CPython, Lib/pickletools.py): protocol 2 to 5, from 4 on a frame, then the opcodes of a list,
@@ -136,7 +136,7 @@ def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Locate
 
 
 def _holding(located: Located, vocab: int) -> Located:
-    """The same. Raises ConfigError where 16 bits cannot hold every id of a vocabulary of `vocab`: bytes are no ids of
+    """The same. Raises ConfigError where 16 bits cannot hold every id of a vocabulary of `vocab`: bytes are not ids of
     it, but these may be."""
     dtype = located.part.dtype
     if dtype.itemsize == 2 and vocab > (most := np.iinfo(dtype).max + 1):
@@ -170,7 +170,7 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
                 "it is cut, or begins with a header: copy it again, or write the ids alone, as by "
                 f"{_rewriting('uint16', ', offset=HEADER')}, HEADER being the header's length in bytes"
             )
-        raise ConfigError(f"data.path = {str(file)!r}: its {size} bytes are no multiple of {least}, {field}; {fix}")
+        raise ConfigError(f"data.path = {str(file)!r}: its {size} bytes are not a multiple of {least}, {field}; {fix}")
     found = width(content, size, vocab)
     if declared == "auto":
         if found is None:
@@ -239,7 +239,7 @@ def _check_whole(file: Path, content: bytes, found: str, vocab: int) -> None:
     size, width = file.stat().st_size, np.dtype(found).itemsize
     if size % width:
         raise ConfigError(
-            f"data.path = {str(file)!r}: its ids are {found} by their content, and its {size} bytes are no multiple of "
+            f"data.path = {str(file)!r}: its ids are {found} by their content, and its {size} bytes no multiple of "
             f"{width}: it is cut; copy it again, or drop the last id, as by {_rewriting(found)}"
         )
     body = content[min(LLM_C_HEADER, len(content) // 16 * 8) :]  # without a header of an unknown format
@@ -294,7 +294,7 @@ def _view(content: bytes, name: str) -> NDArray:
 
 def _check_type(file: Path, content: bytes, declared: str, vocab: int, likely: bool) -> None:
     """Raises ConfigError for ids of a type that is not read: one that the content proves, or one that is `likely`.
-    `declared`, which is data.bin_dtype, is believed against what is likely, unless numbers are no ids in it."""
+    `declared`, which is data.bin_dtype, is believed against what is likely, unless numbers are not ids in it."""
     auto = declared == "auto"
     seen = _view(content, "uint16" if auto else declared)
     fits = bool(((seen >= 0) & (seen < vocab)).all())
@@ -312,11 +312,11 @@ def _check_type(file: Path, content: bytes, declared: str, vocab: int, likely: b
 
 def _check_header(file: Path, content: bytes, dtype: str, declared: str, vocab: int) -> None:
     """Raises ConfigError for ids behind a header of an unknown format. `declared`, which is data.bin_dtype, says that
-    there is none, unless numbers in it are no ids."""
+    there is none, unless numbers in it are not ids."""
     header = header_of(content, file.stat().st_size, dtype)
     beyond = only_at_the_start(content, dtype, vocab)
     if beyond is not None:
-        why = f"{beyond}, which is no id of model.vocab = {vocab}, is there, and no such number behind"
+        why = f"{beyond}, which is not an id of model.vocab = {vocab}, is there, and no such number behind"
         header = Header(why, header_length(content, file.stat().st_size, dtype))
         raise _headed(file, header, dtype, f"raise model.vocab above {beyond} if it is an id")
     if header and declared == "auto":

@@ -165,8 +165,8 @@ BEHIND = {  # vocabulary, type of the ids, header
     "256 numbers without": (50_257, "uint16", header(777, 2, size=1024)),
     "a name": (50_257, "uint16", b"MYTOKENS"),
     "a name and a version": (50_257, "uint16", b"TOKS" + header(2)),
-    "a name, and a number that is no id": (300, "uint16", b"TOKS" + header(2)),
-    "a magic that is no id": (50_257, "uint32", header(20250101, 1, 2, 3)),
+    "a name, and a number that is not an id": (300, "uint16", b"TOKS" + header(2)),
+    "a magic that is not an id": (50_257, "uint32", header(20250101, 1, 2, 3)),
     "512 numbers of wider ids": (128_256, "uint32", header(777, 2, IDS, size=512)),
     "version, type and count of 64 bits": (128_256, "uint32", header(1, 4, IDS, 0)),
     "any bytes": (50_257, "uint16", bytes(range(256)) * 2),
@@ -194,7 +194,7 @@ def test_ids_behind_a_header_of_an_unknown_format(tmp_path: Path, name: str) -> 
 def test_an_odd_number_of_bytes(tmp_path: Path) -> None:
     file, wanted = tmp_path / "a.bin", text_ids(IDS, 50_257)
     file.write_bytes(b"TOKENS v1" + wanted.astype("<u2").tobytes())
-    with pytest.raises(ConfigError, match=r"no multiple of 2, .*: copy it again, or write the ids alone") as raised:
+    with pytest.raises(ConfigError, match=r"not a multiple of 2, .*: copy it again, or write the ids alone") as raised:
         read(file, 50_257)
     rewrite(file, raised.value, header=9)
     assert read(file, 50_257) == wanted.tolist()
@@ -329,7 +329,7 @@ def test_text_called_bin(tmp_path: Path, content: str, what: str, declared: str)
     renamed = (tmp_path / "a.bin").rename(tmp_path / f"a{str(raised.value).split('ending ')[1].split(',')[0]}")
     assert read(renamed, 256)
     np.fromfile(renamed, np.uint8).astype(np.uint16).tofile(tmp_path / "a.bin")
-    assert len(read(tmp_path / "a.bin", 256)) == len(content.encode()), "ids below 256 are no text"
+    assert len(read(tmp_path / "a.bin", 256)) == len(content.encode()), "ids below 256 are not text"
 
 
 @pytest.mark.parametrize(

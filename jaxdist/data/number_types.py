@@ -113,7 +113,7 @@ def header_of(content: bytes, size: int, dtype: str) -> Header | None:
         return None
     if length := header_length(content, size, dtype):
         count = (size - length) // width
-        return Header(f"the number {count} is in it, and so many ids follow its {length} bytes", length)
+        return Header(f"the number {count} is in it, and that many ids follow its {length} bytes", length)
     if width == 2 and MAGIC.match(content):
         return Header(f"it begins with {content[:8].rstrip(bytes(range(48)))!r}", 0)
     if (zeros := bytes(16 * width)) in content[:HEAD] and zeros not in content[2 * HEAD :]:
@@ -122,7 +122,7 @@ def header_of(content: bytes, size: int, dtype: str) -> Header | None:
 
 
 def only_at_the_start(content: bytes, dtype: str, vocab: int) -> int | None:
-    """The greatest number of the first HEAD bytes, where that is no id of `vocab` and all numbers behind are."""
+    """The greatest number of the first HEAD bytes, where that is not an id of `vocab` and all numbers behind are."""
     if len(content) < HEAD + ENOUGH:
         return None
     first, rest = numbers(content[:HEAD], dtype), numbers(content[HEAD:], dtype)

@@ -6,7 +6,7 @@ import re
 from jaxdist.config.bounded import FETCH, LFS, POINTER
 from jaxdist.formats.foreign import MODELS, Foreign
 
-UNPACK, CONVERT = "unpack it, and give what is in it", "extract its text, or token ids, and give those"
+UNPACK, CONVERT = "unpack it, and give its content", "extract its text, or token ids, and give those"
 # First bytes of files that are neither text nor raw ids.
 SIGNATURES = {
     LFS: Foreign(POINTER, FETCH),
@@ -51,7 +51,7 @@ def is_text(content: bytes) -> bool:
 
 
 def begins_with_record(head: str, cut: bool) -> bool:
-    """Whether text begins with a JSON object, alone or in an array, and goes on as JSON. `cut`: there is more text."""
+    """Whether text begins with a JSON object, alone or in an array, followed by JSON. `cut`: there is more text."""
     text = BEFORE.sub("", head, count=1)
     if not KEYED.match(text):
         return False

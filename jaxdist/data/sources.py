@@ -68,8 +68,8 @@ def open_stream(data: Data, vocab: int) -> Stream:
     of up to 65,536, four above, and eight per document.
 
     Packed, an encoded document is followed by the tokenizer's end-of-text token (see `encoding.end_of`), by a newline
-    under "bytes"; mapped files are joined as they are. Padded, nothing is added. Empty texts are dropped, and long ones
-    encoded in pieces, see `documents.LINE_START`.
+    under "bytes"; mapped files are joined without a separator. Padded, nothing is added. Empty texts are dropped, and
+    long ones encoded in pieces, see `documents.LINE_START`.
     """
     library = data.path == ""
     root = Path(sysconfig.get_path("stdlib")) if library else Path(data.path)
@@ -136,8 +136,8 @@ def _end(data: Data, encoder: Encoder | None, joined: bool) -> str:
     """Text of the start-up table on the end of documents."""
     if encoder and not joined:
         return encoder.end if data.documents == "packed" else "nothing is added (data.documents = padded)"
-    joining = "files are joined as they are" if encoder else "as the ids have it"
-    return joining + ("" if data.end_of_text == "auto" else "; data.end_of_text is for what is encoded here")
+    joining = "files are joined without a separator" if encoder else "as the ids have it"
+    return joining + ("" if data.end_of_text == "auto" else "; data.end_of_text applies to text that is encoded here")
 
 
 def _earlier(

@@ -229,7 +229,7 @@ def test_a_run_that_an_earlier_version_began_goes_on(tmp_path: Path, words: str)
     for identity, tokenizer in (("bytes", "bytes"), (hashed, words)):
         recorded = begun_earlier(tmp_path, identity, "a.jsonl")
         found = open_dataset(Data(path=str(file), fingerprint=recorded, sequence=8, tokenizer=tokenizer), 512)
-        assert found.fingerprint not in ("", recorded), "what it goes on with knows the content"
+        assert found.fingerprint not in ("", recorded), "what it continues with knows the content"
     with pytest.raises(ConfigError, match="are others"):
         open_dataset(Data(path=str(file), fingerprint=begun_earlier(tmp_path, "other", "a.jsonl")), 512)
     for dtype in ("uint16", "uint32", "int32"):
@@ -258,8 +258,8 @@ ERRORS: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
     "missing": (None, {}, r"no such file or folder; give one that exists"),
     "latin1.txt": ("ok é".encode("latin1"), {}, r"not UTF-8 at byte 3; convert"),
     "cut.txt": ("ok é".encode()[:-1], {}, r"not UTF-8 at byte 3; convert"),
-    "odd.bin": (b"123", {"bin_dtype": "uint16"}, r"3 bytes are no multiple of 2, .*data\.bin_dtype = uint16; set"),
-    "cut.bin": (b"123", {}, r"3 bytes are no multiple of 2, .*.*: copy it again, or write the ids"),
+    "odd.bin": (b"123", {"bin_dtype": "uint16"}, r"3 bytes are not a multiple of 2, .*data\.bin_dtype = uint16; set"),
+    "cut.bin": (b"123", {}, r"3 bytes are not a multiple of 2, .*.*: copy it again, or write the ids"),
     "high.bin": (
         b"\0\0\xff\xff",
         {},

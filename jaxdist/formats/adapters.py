@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT, which are no models: recognized, and what they say of themselves."""
+"""LoRA adapters of PEFT, which are not models: recognized, and what they say of themselves."""
 
 from pathlib import Path
 from typing import Any

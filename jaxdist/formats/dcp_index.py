@@ -97,7 +97,7 @@ def _check_entry(name: str, entry: Any) -> None:
 
 def _check_counts(*numbers: int) -> None:
     if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError("a size or an offset is no whole number from 0")
+        raise ValueError("a size or an offset is not a whole number from 0")
 
 
 def nesting(ways: Any) -> dict[str, list[str | int]]:

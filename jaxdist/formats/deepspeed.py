@@ -276,7 +276,7 @@ class Zero(Saved):
         """The flat vectors that a rank holds. Raises ConfigError."""
         held = value if isinstance(value, list | tuple) else [value]
         if not all(is_tensor(vector) and len(vector.shape) == 1 for vector in held):
-            raise self.wrong(f"{self.files[rank].name}: its {what} are no flat vectors")
+            raise self.wrong(f"{self.files[rank].name}: its {what} are not flat vectors")
         return [Vector(self.files[rank], vector, self.reader) for vector in held]
 
     @property

@@ -192,7 +192,7 @@ def test_another_family_than_that_of_the_config(config: str, tmp_path: Path) -> 
 def test_resuming_what_is_no_run_is_told_what_to_do_instead(run: Path, tmp_path: Path) -> None:
     for path in (run / "checkpoints/3", run / "config.toml"):
         message = refused("--resume", path)
-        assert f"it belongs to the run {run}: give --resume {run}, which goes on" in message
+        assert f"it belongs to the run {run}: give --resume {run}, which continues" in message
     assert parse(["--resume", str(run)], "test", "").resume
     hf = folder(tmp_path / "hf", LLAMA)
     assert refused("--resume", hf).endswith(f"to begin with it, give --init {hf} and a new --output")
@@ -208,7 +208,7 @@ def test_resuming_what_is_no_run_is_told_what_to_do_instead(run: Path, tmp_path:
 def test_weights_of_another_model_than_that_of_the_run(run: Path, tmp_path: Path) -> None:
     other = folder(tmp_path / "hf", LLAMA | {"num_hidden_layers": 2})
     message = refused("--resume", run, "--init", other)
-    assert message.endswith(f"; leave out --init {other}: the run goes on with its own weights")
+    assert message.endswith(f"; leave out --init {other}: the run continues with its own weights")
     assert asked("--resume", run).model.layers == 6
 
 

@@ -22,8 +22,8 @@ BAD_JSON: dict[str, tuple[bytes, str]] = {
     "byte order mark": (b'\xef\xbb\xbf{"a": 1}', "BOM"),
     "too deep": (b"[" * 100_000, "nested too deeply"),
     "deep tables": (b'{"a":' * 100_000, "nested too deeply"),
-    "NaN": (b'{"a": NaN}', "NaN is no number"),
-    "Infinity": (b'{"a": -Infinity}', "-Infinity is no number"),
+    "NaN": (b'{"a": NaN}', "NaN is not a number"),
+    "Infinity": (b'{"a": -Infinity}', "-Infinity is not a number"),
     "5000 digits": (b'{"a": ' + b"9" * 5000 + b"}", "4300 digits"),
     "a key twice": (b'{"a": {"b": 1, "c": 2, "b": 1}}', "'b' twice"),
     "half a pair as a key": (b'{"\\ud800": 1}', "surrogates not allowed"),
@@ -44,9 +44,9 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     """A pipe would be waited for, for ever."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(ValueError, match="is no file"):
+        with pytest.raises(ValueError, match="is not a file"):
             read_json(path)
-        with pytest.raises(ConfigError, match="is no file"):
+        with pytest.raises(ConfigError, match="is not a file"):
             check_header(path)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")

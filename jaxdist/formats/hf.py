@@ -33,7 +33,7 @@ def read_folder(path: Path) -> tuple[Model, list[str]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}; give a Hugging Face folder with a readable config.json") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{file}: {SHOWN.repr(settings)} is no table of settings; give a Hugging Face config.json")
+        raise ConfigError(f"{file}: {SHOWN.repr(settings)} is not a table of settings; give a Hugging Face config.json")
     try:
         values = from_settings(settings)
     except ConfigError as error:

@@ -13,7 +13,7 @@ OTHERS = {
 
 
 def magic_of(path: Path) -> int:
-    """The number that begins a file; 0 of what is no file."""
+    """The number that begins a file; 0 of what is not a file."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:

@@ -68,7 +68,7 @@ def state_of(path: Path, model: Model, reader: Reader) -> State | None:
         return None
     header = header_of(file)
     if header[0] != llmc.STATE:
-        raise ConfigError(f"{file} is no state of llm.c's; use a whole copy, or leave it out")
+        raise ConfigError(f"{file} is not a state of llm.c's; use a whole copy, or leave it out")
     step, processes = int(header[STEP]), int(header[PROCESSES])
     if processes != 1:
         return State(file, step, processes, {})

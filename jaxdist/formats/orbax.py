@@ -73,7 +73,7 @@ def arrays(checkpoint: Path) -> dict[str, "ts.TensorStore"]:
         index = read_json(folder / INDEX)
         keys = [entry["key_metadata"] for entry in index["tree_metadata"].values()]
         if not all(len(steps) == 1 and steps[0]["key_type"] == KEY_OF_DICT for steps in keys):
-            raise ValueError("its parameters are no arrays by name")
+            raise ValueError("its parameters are not arrays by name")
         names = [str(steps[0]["key"]) for steps in keys]
         driver = "zarr3" if index.get("use_zarr3") else "zarr"
         context = ts.Context({"file_io_mode": {"mode": "memmap"}})  # files are seen where the page cache has them

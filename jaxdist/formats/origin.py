@@ -53,7 +53,7 @@ def companion_files(source: Path | None) -> CompanionFiles | None:
 
 
 def begin(folder: RunFolder, experiment: Experiment, step: int, found: Callable[[], CompanionFiles | None]) -> None:
-    """Create the run folder of a run that goes on after `step`; one without a checkpoint keeps what is `found`.
+    """Create the run folder of a run that continues after `step`; one without a checkpoint keeps what is `found`.
 
     Raises ConfigError as `RunFolder.create` and `companion_files` do, TrainingError where there is no room.
     """

@@ -1,4 +1,4 @@
-"""Why a path is no checkpoint that can be read: found by both sides before they open it, and said in the same words."""
+"""Refusals of paths that are not readable checkpoints: found by both sides before they open one, in the same words."""
 
 import re
 import textwrap
@@ -78,7 +78,7 @@ def several(path: Path, holds: Callable[[Path], object]) -> ConfigError | None:
     if not (found := [folder for folder in folders if holds(folder)]):
         return None
     last = max(found, key=lambda folder: int((re.findall(r"\d{1,18}", folder.name) or ["-1"])[-1]))
-    return ConfigError(f"{path}: it is no checkpoint, and has {len(found)} in it; give one, as {last}")
+    return ConfigError(f"{path}: it is not a checkpoint, and has {len(found)} in it; give one, as {last}")
 
 
 class Companion(NamedTuple):

@@ -37,7 +37,7 @@ class Array:
         _, shape, dtype, fortran, raw = state
         sizes = type(shape) is tuple and all(type(size) is int and size >= 0 for size in shape)
         if not sizes or type(raw) is not bytes:
-            raise ValueError("it has a numpy array that is none")
+            raise ValueError("it has a numpy array of no known form")
         if len(raw) != math.prod(shape) * dtype.plain.itemsize:
             raise ValueError(f"its numpy array {shape} has {len(raw):,} bytes")
         self.numbers = np.frombuffer(raw, dtype.plain).reshape(shape, order="F" if fortran else "C").copy(order="A")
@@ -66,7 +66,7 @@ class Attributes:
 def member(value: int) -> int:
     """A member of an enumeration of numbers."""
     if type(value) is not int:
-        raise ValueError("it has a member of an enumeration that is no number")
+        raise ValueError("it has a member of an enumeration that is not a number")
     return value
 
 

@@ -76,7 +76,7 @@ def test_experts_take_what_they_have_room_for(devices: int, capacity: float) -> 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_padding_makes_no_room(devices: int) -> None:
-    """Room is an even share of the tokens up to the last valid one: a token without a loss before it is no padding."""
+    """Room is an even share of the tokens up to the last valid one: a token without a loss before it is not padding."""
     lengths = [6, 3, 1, 5]
     valid = np.arange(T) < np.array(lengths)[:, None]
     valid[3, 2] = False

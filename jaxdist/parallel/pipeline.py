@@ -117,7 +117,7 @@ class Timetable:
 @dataclass(eq=False)
 class Stage:
     """One of several stages: `received` goes into its blocks, or on the first what the model begins with; what they
-    make of it is `sent`, and on the last the model goes on with it. Others go on with zeros, of which no overflow
+    make of it is `sent`, and on the last the model continues with it. Others continue with zeros, of which no overflow
     comes."""
 
     received: Any

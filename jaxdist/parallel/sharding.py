@@ -138,7 +138,7 @@ class ParamSpec:
         """Without and with fsdp. The planner asks for them thousands of times."""
         for axis in self.axes:
             if axis not in RULES:
-                raise ConfigError(f"parameter {self.name}: logical axis {axis!r} is none; {nearest(axis, RULES)}")
+                raise ConfigError(f"parameter {self.name}: unknown logical axis {axis!r}; {nearest(axis, RULES)}")
         by_model = [(own,) if (own := RULES[axis]) in MODEL_AXES else () for axis in self.axes]
         sharded = [(*axes, *self.shard_dim.axes) if dim == self.shard_dim.dim else axes
                    for dim, axes in enumerate(by_model, start=-len(by_model))]  # fmt: skip

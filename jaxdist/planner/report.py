@@ -48,7 +48,7 @@ def memory(plans: Sequence[Plan]) -> Markup:
         axes.axvline(plans[0].room / 1e9, color="#b42318", linewidth=1.4)
         axes.set_yticks(range(len(plans)), [name_of(plan) for plan in plans])
         axes.invert_yaxis()
-        axes.set_xlabel("GB of a device; the red line is what it can have")
+        axes.set_xlabel("GB of a device; the red line is its limit")
         axes.tick_params(length=0)
         figure.legend(loc="outside upper left", ncols=4, handlelength=1)
         return inline(figure, "memory", "Memory of a device by mesh")

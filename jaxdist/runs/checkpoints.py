@@ -86,7 +86,7 @@ class Saves:
             if self.config.failure == "stop":
                 raise TrainingError(f"{message}; {self._rest(reason)}") from None
             if self.first:
-                say(f"{message}; training goes on without it")
+                say(f"{message}; training continues without it")
 
     def look(self, thinned: Set[int] = frozenset()) -> None:
         """Says which checkpoints were removed since the last save, other than those that the run itself has `thinned`;
@@ -95,7 +95,7 @@ class Saves:
         self.there.difference_update(gone)
         self.failed |= dict.fromkeys(gone, REMOVED)
         if gone and self.first:
-            say(f"checkpoints in {self.checkpoints} were removed while the run went on: {', '.join(map(str, gone))}")
+            say(f"checkpoints in {self.checkpoints} were removed during the run: {', '.join(map(str, gone))}")
 
     def missing(self, step: int) -> bool:
         """Whether the checkpoint of `step` was not written, nor tried in vain."""
@@ -115,11 +115,11 @@ class Saves:
 
     def _rest(self, reason: str) -> str:
         if last := last_whole(self.checkpoints):
-            return f"the newest checkpoint is that of step {last.name}: {_helps(reason)}, and go on by --resume"
+            return f"the newest checkpoint is that of step {last.name}: {_helps(reason)}, and continue by --resume"
         return f"there is no checkpoint: {_helps(reason)}, and start again by --resume"
 
 
-NO_FOLDER, REMOVED = "it is not a folder", "it was removed while the run went on"
+NO_FOLDER, REMOVED = "it is not a folder", "it was removed during the run"
 
 
 def _helps(reason: str) -> str:
@@ -225,7 +225,7 @@ def damage(
         said = read_json(folder / MANIFEST)
         entries, step = _entries(folder, said["files"]), said.get("step")
         if type(step) not in (int, type(None)):
-            raise ValueError("its step is no whole number")
+            raise ValueError("its step is not a whole number")
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -260,7 +260,7 @@ def _entries(folder: Path, files: Any) -> dict[str, Entry]:
         (kind,) = CHECKSUMS.keys() & said.keys()
         entries[name] = Entry(within(folder, name), said["bytes"], kind, said[kind])
     if not entries or not all(type(e.bytes) is int and type(e.checksum) is str for e in entries.values()):
-        raise ValueError("it lists no file, or a size is no whole number, or a checksum no text")
+        raise ValueError("it lists no file, or a size is not a whole number, or a checksum no text")
     return entries
 
 
@@ -364,7 +364,7 @@ def sealed(checkpoint: Path) -> Path | None:
 
 
 def clean(checkpoints: Path, step: int) -> None:
-    """Before a run goes on from `step`: drop what interrupted saves left, and rename checkpoints of later steps."""
+    """Before a run continues from `step`: drop what interrupted saves left, and rename checkpoints of later steps."""
     sweep(checkpoints)
     for later in steps_in(checkpoints):
         if later > step:

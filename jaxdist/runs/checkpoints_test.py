@@ -323,7 +323,7 @@ def test_what_a_run_tells_of_its_saves(
     for step in (2, 4, 6):
         save(step, message if step == 4 else "")
     why = WRAPPED[message]
-    said = f"the checkpoint of step 4 could not be written to {tmp_path}: {why}; training goes on without it\n"
+    said = f"the checkpoint of step 4 could not be written to {tmp_path}: {why}; training continues without it\n"
     assert capsys.readouterr().out.replace("\n", "") == said.replace("\n", "")
     assert saves.summary() == {"newest": 6, "failed": {"4": why}}
     saves.check_latest()
@@ -361,10 +361,10 @@ def test_earlier_checkpoints_that_are_removed_in_the_middle_of_a_run(
         return " ".join(capsys.readouterr().out.split())
 
     assert [save(step) for step in (2, 4, 6)] == ["", "", ""]
-    told = f"checkpoints in {tmp_path} were removed while the run went on: "
+    told = f"checkpoints in {tmp_path} were removed during the run: "
     assert save(8) == f"{told}6" and save(10) == ""
     shutil.rmtree(tmp_path / "8")
-    reason = "it was removed while the run went on"
+    reason = "it was removed during the run"
     assert saves.summary() == {"newest": 10, "failed": {"6": reason, "8": reason}}
     assert " ".join(capsys.readouterr().out.split()) == f"{told}8"
     assert "2, the last that of step 8" in kept(saves.summary(), Path("run"))
@@ -424,7 +424,7 @@ def test_a_run_whose_last_step_is_not_to_be_saved(tmp_path: Path) -> None:
 
 
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A link goes, and not what it leads to; one that is closed to us stays, and the run goes on."""
+    """A link goes, and not what it leads to; one that is closed to us stays, and the run continues."""
     run = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         write(run, step)

@@ -59,16 +59,16 @@ class RunFolder:
         self.begun = experiment  # the one that the folder holds so far
         self.unwritten = ""  # lines of metrics.jsonl for which there was no room
         self.failed: dict[str, str] = {}  # file -> why it could not be written
-        self.removed = False  # whether the folder was, while the run went on
+        self.removed = False  # whether the folder was, during the run
         check_writable(path, f"--output {path}")
         self._held = ExitStack()
         self._found = self._there()
         begun = (LOCK, f"config.toml{BESIDE}")  # left by a run that was killed before it wrote anything
         occupied = path.is_dir() and any(entry.name not in begun for entry in path.iterdir())
         if occupied and not (path / "config.toml").exists():
-            raise ConfigError(f"--output {path} holds files that are no run; give a new or an empty folder")
+            raise ConfigError(f"--output {path} holds files that are not a run; give a new or an empty folder")
         if occupied and not resume:
-            raise ConfigError(f"--output {path} already holds a run; go on with it by --resume, or give another folder")
+            raise ConfigError(f"--output {path} already holds a run; continue it by --resume, or give another folder")
         if occupied:
             self._same_run()
         if experiment.metrics.tensorboard and find_spec("tensorboardX") is None:
@@ -106,7 +106,7 @@ class RunFolder:
         return self.path / FOLDER
 
     def resume_from(self, marker: str) -> int | None:
-        """The step to go on from; None for a start, also where a run was killed before its first checkpoint.
+        """The step to continue from; None for a start, also where a run was killed before its first checkpoint.
 
         It is that of the newest whole checkpoint. `marker` is what each one of the caller's backend holds.
         Raises ConfigError when the run is past `train.steps` already, or was saved by the other backend, or none of
@@ -120,8 +120,8 @@ class RunFolder:
             raise ConfigError(f"train.steps = {steps}: the run is at step {step} already; ask for more")
         if step is not None and not (self.checkpoints / str(step) / marker).exists():
             raise ConfigError(
-                f"--resume: {self.checkpoints / str(step)} is no checkpoint of this backend, it lacks {marker}; "
-                "go on with the command that began the run, or give another --output"
+                f"--resume: {self.checkpoints / str(step)} is not a checkpoint of this backend, it lacks {marker}; "
+                "continue with the command that began the run, or give another --output"
             )
         return step
 
@@ -186,7 +186,7 @@ class RunFolder:
         Puts back the config of a folder that was removed, without which the checkpoint could not be resumed from.
         """
         if not (self.path / "config.toml").exists():
-            say(f"--output {self.path} was removed while the run went on: config.toml is written again")
+            say(f"--output {self.path} was removed during the run: config.toml is written again")
             self.removed = True
             with self.writing("config.toml"):
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -218,7 +218,7 @@ class RunFolder:
     @contextmanager
     def writing(self, file: str) -> Iterator[None]:
         """Around what writes `file`. Raises TrainingError where it cannot be written, or prints it once where training
-        is to go on."""
+        is to continue."""
         try:
             yield
             self.failed.pop(file, None)
@@ -228,22 +228,22 @@ class RunFolder:
             if self.experiment.checkpoint.failure == "stop":
                 raise TrainingError(f"{message}; {self._helps(reason)}") from None
             if file not in self.failed:
-                say(f"{message}; training goes on without it")
+                say(f"{message}; training continues without it")
             self.failed[file] = reason
 
     def _helps(self, reason: str) -> str:
         """The fix for a file that could not be written for this `reason`."""
         if not self.path.is_dir():
-            return "the folder was removed while the run went on: put it back and go on by --resume, or begin a new run"
-        return f"{remedy(reason)}, and go on by --resume"
+            return "the folder was removed during the run: put it back and continue by --resume, or begin a new run"
+        return f"{remedy(reason)}, and continue by --resume"
 
     def check_kept(self, saves: Saves) -> None:
-        """Raises TrainingError where a run that went on without what it could not write has lost its last checkpoint,
+        """Raises TrainingError where a run that continued without what it could not write has lost its last checkpoint,
         or files beside it."""
         saves.check_latest()
         if self.removed:
             raise TrainingError(
-                f"--output {self.path} was removed while the run went on: the last checkpoint is there, and what was "
+                f"--output {self.path} was removed during the run: the last checkpoint is there, and what was "
                 "written before is not; keep the folder in its place"
             )
         if self.failed:
@@ -357,7 +357,7 @@ def parse_metrics(log: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _may_change(begun: Experiment, field: str) -> bool:
-    """Whether a run that `begun` describes goes on as the same one where `field` differs.
+    """Whether a run that `begun` describes continues as the same one where `field` differs.
 
     A run folder that was converted has seen no data, so no fingerprint. Gradients are means over the tokens of the
     whole batch, however many microbatches it is cut into.

@@ -56,12 +56,12 @@ def test_a_kill_before_anything_was_written(resume: bool, tmp_path: Path) -> Non
     (tmp_path / "config.toml.tmp").touch()
     assert RunFolder(tmp_path, Experiment(), resume).resume_from(marker="parameters") is None
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ConfigError, match="holds files that are no run"):
+    with pytest.raises(ConfigError, match="holds files that are not a run"):
         RunFolder(tmp_path, Experiment(), resume)
 
 
 def test_another_interval_of_checkpoints(tmp_path: Path) -> None:
-    """What is there was logged under the interval that the run had, not under that of the one that goes on."""
+    """What is there was logged under the interval that the run had, not under that of the one that continues."""
     logged(tmp_path, every(1000), *range(1, 101))
     assert RunFolder(tmp_path, every(10), resume=True).resume_from(marker="parameters") is None
 
@@ -86,9 +86,9 @@ def test_a_folder_that_is_removed_in_the_middle_of_a_run(
         folder.log({"step": 2})
         folder.synchronize()
         folder.log({"step": 3})
-        with pytest.raises(TrainingError, match="was removed while the run went on: the last checkpoint is there"):
+        with pytest.raises(TrainingError, match="was removed during the run: the last checkpoint is there"):
             folder.check_kept(Saves(folder.checkpoints, experiment.checkpoint))
-    assert capsys.readouterr().out.replace("\n", "").count("was removed while the run went on: config.toml is") == 1
+    assert capsys.readouterr().out.replace("\n", "").count("was removed during the run: config.toml is") == 1
     assert [record["step"] for record in read_metrics(run)] == [2, 3]
     assert RunFolder(run, experiment, resume=True).begun == experiment  # what is saved from here on can be gone on from
 
@@ -108,13 +108,13 @@ def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
     said = f"--output {tmp_path}: metrics.jsonl could not be written: {os.strerror(errno.EDQUOT)}; "
     if failure == "stop":
         with pytest.raises(
-            TrainingError, match=f"^{re.escape(said)}make room within the quota, or .*, and go on by --resume$"
+            TrainingError, match=f"^{re.escape(said)}make room within the quota, or .*, and continue by --resume$"
         ):
             folder.synchronize()
     else:
         folder.synchronize()
         folder.synchronize()
-        assert capsys.readouterr().out == f"{said}training goes on without it\n"  # once
+        assert capsys.readouterr().out == f"{said}training continues without it\n"  # once
         with pytest.raises(TrainingError, match=f"not all of metrics.jsonl .{os.strerror(errno.EDQUOT)}"):
             folder.check_kept(Saves(folder.checkpoints, folder.experiment.checkpoint))
         monkeypatch.undo()
@@ -188,9 +188,9 @@ def test_what_a_resume_is_refused_for(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no run is there, .*; there is one within it: give --resume .*run$"):
         parsed("--resume", str(tmp_path))
     parsed("--resume", str(run))  # as the message says
-    with pytest.raises(ConfigError, match="a run goes on in its own folder; give one of them"):
+    with pytest.raises(ConfigError, match="a run continues in its own folder; give one of them"):
         parsed("--resume", str(run), "--output", str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match="--resume needs the folder of the run to go on with; give --resume DIR"):
+    with pytest.raises(ConfigError, match="--resume needs the folder of the run to continue with; give --resume DIR"):
         parsed("--resume")
     given = parsed("--config", "default", "--output", str(run), "--resume", "--data.shuffle", "false")
     with pytest.raises(ConfigError) as error:  # a config that is given is the one that counts
@@ -248,7 +248,7 @@ class TestRunFolder:
 
     def test_occupied(self, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("mine")
-        with pytest.raises(ConfigError, match="no run"):
+        with pytest.raises(ConfigError, match="not a run"):
             RunFolder(tmp_path, Experiment())
         for path in ("notes.txt", "notes.txt/run", "notes.txt/a/b"):
             with pytest.raises(ConfigError, match=r"notes.txt is a file; give a folder"):
@@ -324,7 +324,7 @@ class TestRunFolder:
         publish(tmp_path / "checkpoints", 3)
         folder = RunFolder(tmp_path, Experiment(), resume=True)
         assert folder.resume_from(marker="parameters") == 3
-        with pytest.raises(ConfigError, match=r"checkpoints/3 is no checkpoint of this backend, it lacks .metadata"):
+        with pytest.raises(ConfigError, match=r"checkpoints/3 is not a checkpoint of this backend, it lacks .metadata"):
             folder.resume_from(marker=".metadata")
 
     def test_one_run_at_a_time(self, tmp_path: Path) -> None:

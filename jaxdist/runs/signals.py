@@ -1,7 +1,7 @@
 """When a run is saved: by steps, by minutes, and by signals, as schedulers of clusters send them before they end a job.
 
 SIGTERM and SIGINT (Ctrl-C) end the run after the step in progress, with a checkpoint and exit code 75; a second Ctrl-C
-ends it at once. SIGUSR1 saves, and the run goes on.
+ends it at once. SIGUSR1 saves, and the run continues.
 """
 
 import signal
@@ -90,7 +90,7 @@ class Saving:
         if checkpoints is None:
             what = "nothing is kept without --output DIR"
         elif (saved := int(last.name) if (last := last_whole(checkpoints)) else 0) == step:
-            what = f"step {step} is saved: go on by --resume"
+            what = f"step {step} is saved: continue by --resume"
         else:
-            what = f"it could not be saved: --resume goes on from step {saved}"
+            what = f"it could not be saved: --resume continues from step {saved}"
         return Interrupted(f"ended by {self.ended_by.name if self.ended_by else 'a signal'} after step {step}; {what}")

@@ -96,7 +96,7 @@ def test_a_signal_while_validating(final: str, tmp_path: Path, monkeypatch: pyte
         "--output",
         str(tmp_path / "run"),
     ]
-    with pytest.raises(Interrupted, match="ended by SIGTERM after step 2; step 2 is saved: go on by --resume"):
+    with pytest.raises(Interrupted, match="ended by SIGTERM after step 2; step 2 is saved: continue by --resume"):
         main(line)
     assert asked == ["validation"] and steps_in(tmp_path / "run" / "checkpoints") == [2]
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -74,12 +74,12 @@ def test_signals(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert saving.due(4) is Action.STOP
         assert "nothing is kept" in str(saving.interrupted(4, None))
-        assert str(saving.interrupted(4, tmp_path)).endswith("it could not be saved: --resume goes on from step 0")
+        assert str(saving.interrupted(4, tmp_path)).endswith("it could not be saved: --resume continues from step 0")
         (tmp_path / "2").mkdir()
-        assert str(saving.interrupted(4, tmp_path)).endswith("--resume goes on from step 0")  # it is not whole
+        assert str(saving.interrupted(4, tmp_path)).endswith("--resume continues from step 0")  # it is not whole
         (tmp_path / "2" / "weights").touch()
         seal(tmp_path / "2")
-        assert str(saving.interrupted(4, tmp_path)).endswith("--resume goes on from step 2")
+        assert str(saving.interrupted(4, tmp_path)).endswith("--resume continues from step 2")
         (tmp_path / "2").rename(tmp_path / "4")
         assert str(saving.interrupted(4, tmp_path)).startswith("ended by SIGTERM after step 4; step 4 is saved")
 

@@ -217,14 +217,14 @@ def test_a_signal_to_one_ends_all_with_one_checkpoint_and_each_reads_its_rows(
     run, reads = tmp_path / "run", tmp_path / "reads"
     ended = ranks(planted, *TINY, *MESH, "--output", str(run), PLANT="SIGTERM", READS=str(reads))
     assert [process.returncode for process in ended] == [75, 75], ended
-    assert len(errors(ended)) == 1 and "step 2 is saved: go on by --resume" in errors(ended)[0]
+    assert len(errors(ended)) == 1 and "step 2 is saved: continue by --resume" in errors(ended)[0]
     assert steps_in(run / "checkpoints") == [2] and len(read_metrics(run)) == 2
 
     rows = [np.loadtxt(f"{reads}.{rank}", dtype=int) for rank in range(2)]
     assert [r.shape for r in rows] == [(3, 4), (3, 4)]  # half of each batch, of two steps and the one fetched ahead
     assert len(np.unique(np.concatenate(rows))) == 3 * 8  # and never the other's
 
-    # One process goes on with what two have saved.
+    # One process continues with what two have saved.
     main([*TINY, *MESH, "--output", str(run), "--resume"])
     curves, states = distance(run, one)
     assert curves < 1e-12 and states < 1e-10
@@ -237,8 +237,8 @@ def test_one_that_fails_alone_while_a_checkpoint_is_written_ends_all_and_it_is_k
     ended = ranks(planted, *TINY, *MESH, "--output", str(run), PLANT="full disk")
     assert [process.returncode for process in ended] == [1, 1], ended
     assert errors(ended) == [
-        f"error: --output {run}: metrics.jsonl could not be written: No space left on device; make room, and go on by "
-        "--resume"
+        f"error: --output {run}: metrics.jsonl could not be written: No space left on device; make room, and continue "
+        "by --resume"
     ]
     assert [file.name for file in (run / "checkpoints").iterdir()] == ["2"]
     assert damage(run / "checkpoints" / "2") is None

@@ -80,7 +80,7 @@ def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[in
             those = f"process {', '.join(missing)}" if len(missing) < 9 else f"{len(missing)} others"
             wrong = TrainingError(
                 f"{len(came)} of {launch.size} processes came to {launch.address} within {patience()} s, {those} did "
-                f"not; start as many as {launch.launcher} was told, let them reach this address, or give them longer "
+                f"not; start as many as {launch.launcher} expects, let them reach this address, or give them longer "
                 "by JAXDIST_JOIN_SECONDS"
             )
         hosts = [came[rank].host for rank in sorted(came)]
@@ -241,10 +241,10 @@ class Contact:
                         self._end(silent, STOPPED)
 
     def _end(self, rank: int, why: str) -> None:
-        """End this process, because that of `rank` does not go on; `why` is printed, unless it has said so itself."""
+        """End this process, as that of `rank` has ended; `why` is printed, unless that process has said it itself."""
         if why and self.speaks:
             print(
-                f"error: process {rank} of {self.launch.size} {why}. --resume goes on from the newest checkpoint",
+                f"error: process {rank} of {self.launch.size} {why}. --resume continues from the newest checkpoint",
                 file=sys.stderr,
                 flush=True,
             )

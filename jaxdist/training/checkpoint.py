@@ -2,7 +2,7 @@
 where the loss is scaled, `scaling`.
 
 Arrays are saved under their global shapes, so a checkpoint can be restored on any mesh and under any strategy. Saves
-are asynchronous: the step goes on when the arrays are copied, and a thread writes, seals and names the checkpoint
+are asynchronous: the step continues when the arrays are copied, and a thread writes, seals and names the checkpoint
 (`jaxdist/runs/checkpoints.py`).
 """
 
@@ -52,7 +52,7 @@ class Checkpoints:
         return orbax_io.writer()
 
     def save(self, step: int, experiment: Experiment, state: TrainState) -> None:
-        """Start writing `step`; returns once the arrays are copied, so that training can go on.
+        """Start writing `step`; returns once the arrays are copied, so that training can continue.
 
         Waits for the save before it. Raises TrainingError where either cannot be written, unless that is to be borne.
         """
@@ -132,7 +132,7 @@ def locate(path: Path, verify: Looked = "checksums") -> Path:
     All of its files are read to verify it, once: what takes a checkpoint's own path trusts it.
     """
     if not is_checkpoint(path):
-        raise ConfigError(f"{path} is no jaxdist checkpoint; give a run folder or its checkpoints/<step>")
+        raise ConfigError(f"{path} is not a jaxdist checkpoint; give a run folder or its checkpoints/<step>")
     return canonical(whole_checkpoint(path, verify))
 
 

@@ -141,7 +141,7 @@ class Step:
 
         The loss is the sum over the global batch divided by its number of valid tokens, known before the first
         microbatch: uneven microbatches and devices weigh as their tokens do. What a model adds is trained on as the
-        mean over microbatches, and is no part of the loss that is told.
+        mean over microbatches, and is not part of the loss that is told.
         """
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 

@@ -177,7 +177,7 @@ class Scratch:
         if not self.jax:
             return f"as that of family {self.experiment.model.family} is unknown"
         why = accounting_of(self.experiment.model).why
-        return "" if self.torch else why or "as none is told yet of a pipeline's stages"
+        return "" if self.torch else why or "as the closed form of a pipeline's stages is unknown"
 
     def peak(self, side: str) -> Mapping[str, float]:
         """The causes at the moment that takes the most."""

@@ -153,7 +153,12 @@ def test_causes_sum_to_what_was_measured() -> None:
     ("sections", "peak", "axis", "sent"),
     [
         ({"model": {"family": "mixtral"}, "parallel": {"mesh": "expert=2"}}, "the router chooses", "expert", "router"),
-        ({"model": {"family": "resnet"}, "parallel": {"mesh": "2x1"}}, "what torch keeps of the images", "", ""),
+        (
+            {"model": {"family": "resnet"}, "parallel": {"mesh": "2x1"}},
+            "the activations that torch keeps of a ResNet",
+            "",
+            "",
+        ),
         ({"parallel": {"mesh": "pipeline=2"}, "train": {"accumulation": 2}}, "a pipeline's stages", "", ""),
         ({"optimizer": {"name": "muon"}, "parallel": {"mesh": "2x1"}}, "", "fsdp", "the pieces that it has"),
     ],

@@ -1,4 +1,4 @@
-"""The proof of a model that is no family of ours: a port from torch to JAX by its author.
+"""The proof of a model that is not a family of ours: a port from torch to JAX by its author.
 
 Imports `runs`, `expected`, `proof`, `report`.
 """

@@ -121,7 +121,7 @@ FOLLOWED: list[tuple[Fields, str, Sequence[Fields]]] = [
 SHARDED: list[tuple[Fields, str, Sequence[Fields]]] = [
     ({"jax_loss": LOSS}, "leave out jax_loss, jax_step and torch_step", [{}]),
     (OWN, "leave out jax_loss, jax_step and torch_step", [{}]),
-    ({"torch_loss": None}, "give it beside sharded", [{}]),
+    ({"torch_loss": None}, "give it with sharded", [{}]),
     ({"optimizer": MUON}, "choose another, as adamw", [{"optimizer": Optimizer(name="adamw")}]),
     (
         {"sections": THREE},

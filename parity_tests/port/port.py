@@ -113,9 +113,9 @@ class Port:
         if self.jax_step is None:
             self.check_optimizer()
         if self.sharded is not None and (self.jax_step is not None or self.jax_loss is not None):
-            raise ConfigError("sharded has a loss and a step of its own; leave out jax_loss, jax_step and torch_step")
+            raise ConfigError("sharded has its own loss and step; leave out jax_loss, jax_step and torch_step")
         if self.sharded is not None and self.torch_loss is None:
-            raise ConfigError("torch_loss is missing; give it beside sharded")
+            raise ConfigError("torch_loss is missing; give it with sharded")
         if self.jax_step is None and not (self.shows_inside and self.torch_loss):
             raise ConfigError("jax_loss and torch_loss are missing; give both, or the steps of both sides")
         if torch.distributed.is_initialized():
@@ -366,7 +366,7 @@ class Port:
     def notes(self) -> Iterator[str]:
         """How far the checks reach."""
         if len(self.batches) < levels.FEWEST:
-            yield f"What float32 costs the loss is not judged: that takes {levels.FEWEST} batches or more."
+            yield f"The cost of float32 to the loss is not judged: that takes {levels.FEWEST} batches or more."
         if self.sharded:
             yield "On the mesh JAX is compared with itself on one device, torch runs on one device alone."
             if self.sharded.experiment().parallel.axes()["tensor"] > 1:
@@ -452,7 +452,7 @@ def told_of(what: str) -> Iterator[None]:
 
 
 def check_batch(number: int, batch: Batch, first: Batch) -> None:
-    """Raises ConfigError where it has other fields than the first one, or what is no array of finite real numbers."""
+    """Raises ConfigError for other fields than the first batch has, or for what is not an array of finite reals."""
     if batch.keys() != first.keys():
         ours, firsts = (", ".join(map(str, fields)) or "nothing" for fields in (batch, first))
         raise ConfigError(f"batches: batch {number} has {ours}, and batch 1 has {firsts}; give all the same fields")

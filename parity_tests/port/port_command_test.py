@@ -131,7 +131,7 @@ class TestBadInput:
         assert f"This was raised at {where}." in raised.value.__notes__
 
     def test_a_file_that_ones_own_code_lacks(self, tmp_path: Path) -> None:
-        """It is no full disk of the proof's."""
+        """It is not a full disk of the proof's."""
         port = square(torch_loss=lambda m, b: torch.from_numpy(np.load(tmp_path / "labels.npy")))
         with pytest.raises(ConfigError, match=r"batch 1: .*labels.npy.*; it is raised by the losses or steps"):
             port.prove(tmp_path / "port")

@@ -177,7 +177,7 @@ def untraced(run: PortRun) -> Iterator[str]:
     """Note on a step whose traffic could not be counted."""
     if "sent_bytes" not in run.summary and run.summary["devices"] == 1:
         yield (
-            "What a step sends is not counted, and whether it computes in less than float64 not known: jax_step cannot "
+            "The traffic of a step is not counted, and its dtypes are unknown: jax_step cannot "
             "be traced, as it asks for numbers."
         )
 

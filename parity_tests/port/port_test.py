@@ -478,7 +478,7 @@ class TestOwnSteps:
         port = square()
         verdict, written = proved(replace(port, jax_step=Looking(port.jax_loss), torch_step=torch_adamw), tmp_path)
         assert verdict.word == "equivalent" and "traffic" not in {check.level for check in verdict.checks}
-        assert written["notes"][-1].startswith("What a step sends is not counted, and whether it computes in less than")
+        assert written["notes"][-1].startswith("The traffic of a step is not counted, and its dtypes are unknown")
 
     @pytest.mark.parametrize(
         "mistake", [{"b2": 0.998}, {"lr": 0.010001}, *slow([{"eps": 1e-7}, {"weight_decay": 0.0999}])]

@@ -256,7 +256,7 @@ def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
     _, run = loop
     verdict = proved(run, tmp_path / "proof")
     assert verdict["verdict"] == "equivalent"
-    assert "gradients: of run run not compared, it kept none" in verdict["notes"]
+    assert "gradients: of run run not compared, as it recorded none" in verdict["notes"]
     assert (tmp_path / "proof" / "report.html").stat().st_size > 10_000
 
     # The same with weights that are a little off at the end, and with a loss that is.
@@ -269,7 +269,7 @@ def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
         proof.init = wrong / "start"
         for kind in proof.kinds:
             proof.done[JAX, kind] = Run(JAX, tmp_path / "proof" / "runs" / f"{JAX}-{kind}")
-            if not proof.done[JAX, kind].path.exists():  # on one device the mesh is no run of its own
+            if not proof.done[JAX, kind].path.exists():  # on one device the mesh is not a run of its own
                 proof.done[JAX, kind] = proof.done[JAX, "one"]
         return {check.name for check in proof.verdict().failed}
 
@@ -327,7 +327,7 @@ def test_a_loop_in_float64(tmp_path: Path, within: str, word: str) -> None:
     run = looped(*begun(tmp_path, "fp64"), tmp_path / "run", example)
     verdict = proved(run, tmp_path / "proof")
     assert verdict["verdict"] == word, verdict["sentence"]
-    assert any("computes in float32 in part" in note for note in verdict["notes"]) is (word != "equivalent")
+    assert any("computes partly in float32" in note for note in verdict["notes"]) is (word != "equivalent")
 
 
 def cut(run: Path) -> None:
@@ -391,11 +391,11 @@ BAD: dict[Callable[[Path], None], str] = {
     no_numbers: "is damaged",
     no_start: "give the weights that it started from by --init",
     no_json: "summary.json is damaged",
-    no_list: "collectives is no list",
-    no_kind: r"has tensors of kind 'grad', which is none; did you mean 'gradient'\\?",
+    no_list: "collectives is not a list",
+    no_kind: r"has tensors of unknown kind 'grad'; did you mean 'gradient'\\?",
     no_tensors: "2.safetensors has no tensors; name them KIND/NAME",
     no_toml: r"--against .*config.toml: .*; give a readable TOML file",
-    no_config: "no run folder, it lacks config.toml",
+    no_config: "not a run folder, it lacks config.toml",
 }
 
 

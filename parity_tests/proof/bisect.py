@@ -15,7 +15,7 @@ from parity_tests.runs.run import Run
 
 Record = Mapping[str, np.ndarray]
 
-UNFOUND = "Where they part is shown by no tensor: what failed has none, and all others agree."
+UNFOUND = "No tensor shows where they differ first: the failed checks compare none, and all tensors agree."
 PARTLY = ("activation/", "activation_gradient/")
 STAGES = {
     "batch": "{name} of the batch",

@@ -51,7 +51,7 @@ def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, 
         )
     for (side, kind), run in proof.done.items():
         if run.side in MADE and (missing := list(run.lacking(proof.experiment.record.steps))):
-            yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it anew"
+            yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it again"
 
 
 def decides(proof: "Proof") -> dict[str, str]:
@@ -119,44 +119,44 @@ def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
     compared = {comparison.a[0] for comparison in proof.comparisons() if comparison.level == "distribution"}
     made = [side for side in proof.sides if side in MADE]
     if proof.exact and (alone := [side for side in made if side not in compared]):
-        yield f"distribution: nothing to compare of {' and '.join(alone)}, whose mesh is one device"
+        yield f"distribution: nothing to compare for {' and '.join(alone)}, whose mesh is one device"
     if why := proof.scratch.unknown:
-        yield f"memory: of its peak there is no closed form, {why}"
+        yield f"memory: no closed form of its peak, {why}"
     if which := collectives.lacking(proof.experiment, proof.pair("policy")[0].mesh):
         yield f"traffic: the closed form of {which} is unknown, so that bytes and collectives are not judged"
     for axis, why in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh, proof.experiment).items():
-        yield f"traffic: of {proof.sides[1]}'s bytes over {axis} there is no closed form, {why}"
+        yield f"traffic: no closed form of {proof.sides[1]}'s bytes over {axis}, {why}"
     for what in ("memory", "collectives"):
         if not proof.measured(what):
             yield f"{what}: not compared, {proof.sides[1]} has no figures for this mesh"
     for run in proof.pair("policy"):
         if proof.noisy and not run.summary.get("arithmetic"):
-            yield f"{run.side} does not tell in which dtype it computes softmax, norms, rotation and loss"
+            yield f"{run.side} does not report the dtypes of softmax, norms, rotation and loss"
     steps, theirs = proof.experiment.train.steps, proof.pair("policy")[1]
     if proof.total_steps and proof.total_steps > steps:
-        beyond = "; of the others the learning rate alone is compared" if theirs.summary.get("schedule") else ""
+        beyond = "; for the others only the learning rate is compared" if theirs.summary.get("schedule") else ""
         yield f"Steps 1 to {steps} of {proof.total_steps} were run{beyond}."
     if proof.reference not in REFERENCES:
         yield from left_out(proof, theirs)
     failed = [check for check in checks if not check.holds]
     if proof.exact and failed and all(check.level == "mathematics" and check.value < NARROW for check in failed):
-        less = f"All that differs does so by less than {NARROW:g}, as where a side computes in float32 in part"
+        less = f"All differences are below {NARROW:g}, as where a side computes partly in float32"
         yield f"{less}; {DOUBLE}."
     if proof.noisy:
         yield " ".join(noise(proof))
     elif proof.exact and (wide := levels.too_wide(checks).get("precision")):
-        until = f"steps 1 to {levels.judged_until(checks)} are judged by it; in later ones {wide}"
-        yield f"precision: {until}. What is less, the float64 levels alone exclude."
+        until = f"steps 1 to {levels.judged_until(checks)} are judged by it; in later steps {wide}"
+        yield f"precision: {until}. Only the float64 levels exclude smaller errors."
 
 
 def left_out(proof: "Proof", theirs: Run) -> Iterator[str]:
     """Comparisons that an existing run does not allow, since it did not record their tensors."""
     if not proof.exact:
         policy = proof.experiment.precision.policy
-        yield f"mathematics, distribution: of {theirs.side} not compared, it ran in {policy} and not in fp64"
+        yield f"mathematics, distribution: {theirs.side} not compared, as it ran in {policy} and not in fp64"
     steps = ", ".join(map(str, theirs.gradient_steps))
-    kept = f"compared of steps {steps} alone, which it kept" if steps else "not compared, it kept none"
-    yield f"gradients: of {theirs.side} {kept}"
+    kept = f"compared at steps {steps} only, which it recorded" if steps else "not compared, as it recorded none"
+    yield f"gradients: {theirs.side}'s {kept}"
 
 
 def noise(proof: "Proof") -> Iterator[str]:
@@ -165,14 +165,14 @@ def noise(proof: "Proof") -> Iterator[str]:
     if "reordered" in proof.kinds:
         moved = levels.reordering(policy, proof.pair("reordered"))
         floors = " and ".join(f"{run.side}'s by {x:.1g}" for run, x in zip(policy, moved, strict=True))
-        yield f"{name}: sums taken in another order move {floors} of the loss."
+        yield f"{name}: reordering sums changes the loss: {floors}."
     elif proof.reference in REFERENCES:
-        yield f"{name}: one sequence on one device is summed in one order alone, so what another moves is unknown."
+        yield f"{name}: one sequence on one device is summed in one order only, so the effect of reordering is unknown."
     lost = levels.lost(policy, proof.double)
     costs = " and ".join(f"{x:.1g} on {run.side}" for run, x in zip(policy, lost, strict=True))
     most = levels.DRIFT * max(lost)
     yield (
         f"{name} costs the loss {costs}, and more than {levels.DRIFT:g} times the other's cost is refused. "
-        f"So these curves exclude a mistake of one side that moves its loss by more than {most:.1g}; what is "
-        "smaller, as a learning rate, eps or clip that is a little off, only the float64 levels exclude."
+        f"So these curves exclude a mistake of one side that moves its loss by more than {most:.1g}; smaller "
+        "ones, as a learning rate, eps or clip that is slightly wrong, only the float64 levels exclude."
     )

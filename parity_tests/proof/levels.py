@@ -372,7 +372,7 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     share = {"parameters": 1, "gradients": 1, "optimizer_state": 1}
     kept = len(experiment.optimizer.kept)
     bound = {"parameters": padding, "gradients": padding, "optimizer_state": kept * padding + 8 * len(tensors)}
-    why = dict.fromkeys(share, "FSDP2 splits whole rows: less than one for each tensor whose rows do not divide")
+    why = dict.fromkeys(share, "FSDP2 splits whole rows: up to one more for each tensor whose rows do not divide")
     why["optimizer_state"] += "; torch counts steps in 4 to 8 bytes a tensor, optax in 8 for all"
     if parallel.row.gradients and not parallel.row.parameters:
         share["parameters"] = n
@@ -393,7 +393,10 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     stages, elsewhere = mesh["pipeline"], ends_elsewhere(b, n * t) * item
     waits = stages > 1 and not parallel.row.replicates and experiment.train.accumulation > 1
     if stages > 1:
-        why |= {kind: f"{said}; torch's ranks have of embedding and head what they use" for kind, said in why.items()}
+        why |= {
+            kind: f"{said}; a torch rank holds the embedding or head only where it uses it"
+            for kind, said in why.items()
+        }
     if waits and not parallel.once:
         why["gradients"] += "; FSDP2 below a pipeline's schedule keeps them whole until the end of the step"
     for kind, parts in share.items():

@@ -237,7 +237,7 @@ class Proof:
     def started(self) -> dict[str, np.ndarray]:
         """The weights that all runs start from, under the names of a record."""
         if self.init is None:
-            raise ValueError("a proof whose runs were made elsewhere is to be told what they start from, as `init`")
+            raise ValueError("a proof whose runs were made elsewhere needs the weights that they start from, as `init`")
         _, parameters = read_hf(self.init)
         return {f"weights/{name}": w for name, w in names.as_torch(parameters).items()}
 
@@ -418,8 +418,8 @@ class Proof:
         theirs = self.pair("policy")[1]
         kept = ", ".join(map(str, theirs.records)) or "none"
         return (
-            f"Where they part is shown by no tensor that {theirs.side} kept (of steps: {kept}); record its first step "
-            "and the last with all tensors, as jaxdist/config/record.py says, and try again."
+            f"No tensor that {theirs.side} kept (of steps: {kept}) shows where they differ first; record its first and "
+            "last step with all tensors, as jaxdist/config/record.py says, and try again."
         )
 
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:

@@ -91,7 +91,7 @@ def test_a_figure_that_a_run_of_ours_lacks_leaves_it_open(tmp_path: Path, figure
     assert judged(proof).word == "equivalent"
     summary = proof.done[TORCH, "policy"].summary
     proof.done[TORCH, "policy"].__dict__["summary"] = {name: x for name, x in summary.items() if name != figure}
-    assert proof.verdict().open == {"torch_ref, policy": f"its run lacks {figure}; prove it anew"}
+    assert proof.verdict().open == {"torch_ref, policy": f"its run lacks {figure}; prove it again"}
 
 
 def test_a_family_without_closed_forms_is_judged_by_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_record_that_runs_of_ours_lack_leaves_it_open(tmp_path: Path) -> None:
                 del run.states[name]
     verdict = proof.verdict()
     assert verdict.word != "equivalent" and len(verdict.open) == len(proof.done)
-    assert verdict.open["jaxdist, one"] == "its run lacks exp_avg at the end, gradients of step 5; prove it anew"
+    assert verdict.open["jaxdist, one"] == "its run lacks exp_avg at the end, gradients of step 5; prove it again"
 
 
 @pytest.mark.parametrize(("batch", "accumulation", "other"), [(8, 1, 2), (3, 1, 3), (9, 1, 3), (7, 7, 1), (8, 4, 1)])
@@ -195,7 +195,7 @@ def test_sums_in_another_order_on_one_device(tmp_path: Path, batch: int, accumul
 def test_one_sequence_has_one_order(tmp_path: Path) -> None:
     alone = asked(tmp_path, precision=BF16, train={"steps": len(LOSSES), "batch": 1})
     assert "reordered" not in alone.kinds
-    assert any("summed in one order alone" in note for note in judged(alone).notes)
+    assert any("summed in one order only" in note for note in judged(alone).notes)
 
 
 def test_a_mesh_is_reordered_by_one_device(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_note_of_a_noisy_policy_is_what_its_checks_do(tmp_path: Path) -> Non
     (note,) = (note for note in judged(right).notes if note.startswith("bf16: sums"))
     assert "jaxdist's by" in note and "torch_ref's by" in note
     limit = levels.DRIFT * 1e-3
-    assert f"more than {limit:.1g}; what is smaller" in note
+    assert f"more than {limit:.1g}; smaller ones" in note
     names = {check.name for check in judged(asked(tmp_path, precision=BF16), torch_ref_policy=2 * limit).failed}
     assert "cost to loss" in names
 
@@ -295,10 +295,10 @@ def against(
 
 def test_what_a_run_leaves_out_is_told(tmp_path: Path) -> None:
     notes = against(tmp_path).verdict().notes
-    assert "gradients: of run mine not compared, it kept none" in notes
-    assert "mathematics, distribution: of run mine not compared, it ran in fp32 and not in fp64" in notes
+    assert "gradients: of run mine not compared, as it recorded none" in notes
+    assert "mathematics, distribution: run mine not compared, as it ran in fp32 and not in fp64" in notes
     notes = against(tmp_path, "fp64", (1, 5)).verdict().notes
-    assert "gradients: of run mine compared of steps 1, 5 alone, which it kept" in notes
+    assert "gradients: run mine's compared at steps 1, 5 only, which it recorded" in notes
     assert not any(note.startswith("mathematics") for note in notes)
 
 
@@ -390,7 +390,7 @@ def test_no_eps_is_asked_of_an_optimizer_without_one(tmp_path: Path) -> None:
 
 
 def test_a_mesh_of_one_device_is_told(tmp_path: Path) -> None:
-    told = "distribution: nothing to compare of {}, whose mesh is one device"
+    told = "distribution: nothing to compare for {}, whose mesh is one device"
     proof = asked(tmp_path)
     ours, theirs = proof.sides
     assert not any(note.startswith("distribution") for note in judged(proof).notes)
@@ -439,7 +439,7 @@ def test_float32_that_training_amplified_leaves_the_rest_to_float64(tmp_path: Pa
             record["gradient/w"] = np.linspace(1, 2, 50) * (1 + 1e-6)
         assert found.verdict().word == word
     (note,) = (note for note in found.verdict().notes if note.startswith("precision: steps 1 to 2 are judged"))
-    assert "training amplifies" in note and "the float64 levels alone" in note
+    assert "training amplifies" in note and "Only the float64 levels" in note
     assert not any(note.startswith("precision") for note in judged(asked(tmp_path)).notes)
 
 
@@ -459,7 +459,7 @@ def test_float32_within_float64_is_told(tmp_path: Path) -> None:
     for off, told in ((2e-9, True), (2e-5, False)):
         verdict = against(tmp_path, "fp64", off=off).verdict()
         assert verdict.word == "not_equivalent"
-        assert any("computes in float32 in part" in note for note in verdict.notes) is told
+        assert any("computes partly in float32" in note for note in verdict.notes) is told
 
 
 def test_later_gradients_of_a_run_are_compared(tmp_path: Path) -> None:
@@ -491,9 +491,9 @@ def test_the_first_step_is_searched_and_then_where_the_policy_costs_too_much(
 
 
 def test_a_search_that_finds_nothing_says_so(tmp_path: Path) -> None:
-    assert "what failed has none" in asked(tmp_path).unfound
-    assert "run mine kept (of steps: 5); record" in against(tmp_path, steps=(5,)).unfound
-    assert "kept (of steps: none); record" in against(tmp_path).unfound
+    assert "the failed checks compare none" in asked(tmp_path).unfound
+    assert "run mine kept (of steps: 5) shows" in against(tmp_path, steps=(5,)).unfound
+    assert "kept (of steps: none) shows" in against(tmp_path).unfound
 
 
 @pytest.mark.long

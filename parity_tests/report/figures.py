@@ -116,7 +116,7 @@ def _difference(axes: Axes, between: Curve, bound: np.ndarray | None) -> None:
 def heat(
     name: str, label: str, rows: Sequence[str], columns: Sequence[int | str], errors: np.ndarray, bounds: np.ndarray
 ) -> Markup:
-    """Relative errors, rows × columns: log shades of blue, red beyond the column's bound, grey for what is no number.
+    """Relative errors, rows × columns: log shades of blue, red beyond the column's bound, grey for NaN.
 
     Columns that are numbers are steps.
     """

@@ -333,11 +333,11 @@ def memory(runs: Pair) -> Plot:
         for name, values in scaled.items()
     )
     notes = [
-        "On the fullest device. The peak is reached within a step; temporary is what a step takes beside its state."
+        "On the fullest device. The peak is reached within a step; temporary is the memory of a step beyond its state."
     ]
     if HOST in categories:
         notes.append(
-            "Host is what of parameters and optimizer state lies in the host’s memory, and so not in the peak."
+            "Host is the part of parameters and optimizer state in host memory, which the peak does not include."
         )
     if ALLOCATOR in categories:
         notes.append("On a GPU XLA’s peak is the compiler’s, beside that of its allocator; torch’s is its allocator’s.")

@@ -120,7 +120,7 @@ def length(tensors: Iterable[np.ndarray]) -> float:
 
 
 def worst(differences: Mapping[str, float]) -> tuple[str, float]:
-    """The name and size of the largest difference; what is no number is larger than any."""
+    """The name and size of the largest difference; what is not a number is larger than any."""
     name = max(differences, key=lambda key: (np.isnan(differences[key]), differences[key]))
     return name, differences[name]
 

@@ -33,7 +33,7 @@ def note(path: str, y: jax.Array) -> jax.Array:
 
 @contextmanager
 def jax_taps(seen: Note) -> Iterator[None]:
-    """Within, the output of every module goes on as what `seen(path, output)` returns. Enter it inside of a trace.
+    """Within, the output of every module continues as what `seen(path, output)` returns. Enter it inside of a trace.
 
     Paths are those in the model that `nnx.merge` returned, or of which the outermost module was called.
     """

@@ -62,7 +62,7 @@ class Run:
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
         if not isinstance(found, dict):
-            raise ConfigError(f"{file} is damaged: it is no object; mend or remove it")
+            raise ConfigError(f"{file} is damaged: it is not an object; mend or remove it")
         return found
 
     @property
@@ -106,7 +106,7 @@ class Run:
             if names.is_hf(record):
                 return names.from_hf(record, model.family, model.layers)
         except (KeyError, ValueError) as error:  # a name or a shape that such a model has not
-            raise ConfigError(f"{self.path}: its record is not of such a model: {error!r}; mend or remove it") from None
+            raise ConfigError(f"{self.path}: its record does not fit the model: {error!r}; mend or remove it") from None
         return record
 
     @cached_property
@@ -122,7 +122,7 @@ class Run:
     def check(self) -> None:
         """Raises ConfigError unless the folder holds a whole run that can be compared, all of its numbers finite."""
         if not (self.path / "config.toml").exists():
-            raise ConfigError(f"{self.path} is no run folder, it lacks config.toml; give the --output of a run")
+            raise ConfigError(f"{self.path} is not a run folder, it lacks config.toml; give the --output of a run")
         steps, told = [record["step"] for record in self.metrics], self.experiment.train.steps
         if steps != list(range(1, told + 1)):
             raise ConfigError(
@@ -140,7 +140,7 @@ class Run:
                 raise ConfigError(f"{file} has no tensors; name them KIND/NAME, or remove it")
             for prefix in dict.fromkeys(name.partition("/")[0] for name in tensors):
                 if prefix not in kinds:
-                    raise ConfigError(f"{file} has tensors of kind {prefix!r}, which is none; {nearest(prefix, kinds)}")
+                    raise ConfigError(f"{file} has tensors of unknown kind {prefix!r}; {nearest(prefix, kinds)}")
         lacking = [kind for kind in self.state_kinds if not self.kept_states(kind)]
         if lacking:
             raise ConfigError(
@@ -148,7 +148,7 @@ class Run:
                 "README, 'A run of your own loop'"
             )
         for what in self.no_numbers():
-            raise ConfigError(f"{self.path}: {what} is no number, which is equal to nothing; mend the run first")
+            raise ConfigError(f"{self.path}: {what} is not a number, which is equal to nothing; mend the run first")
 
     def no_numbers(self) -> Iterator[str]:
         """Values of a run that are not finite, in its curves and recorded tensors, except in steps that overflowed."""
@@ -248,7 +248,7 @@ MADE = (JAX, *REFERENCES.values())  # the sides whose runs a proof makes
 
 
 def one_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether what JSON holds is of one of these kinds; true and false are no numbers, nor is what is beyond those of
+    """Whether what JSON holds is of one of these kinds; true and false are not numbers, nor is what is beyond those of
     a float64 or an int64."""
     if isinstance(value, bool) or not isinstance(value, kinds):
         return False

@@ -1,4 +1,4 @@
-"""A run folder is read whole or refused: which states are those of its end, and what is no number."""
+"""A run folder is read whole or refused: which states are those of its end, and what is not a number."""
 
 import shutil
 from collections.abc import Callable
@@ -102,8 +102,8 @@ def weights_in_float8(run: Run) -> None:
 NO_STEPS = ("final", "0", "3", "02", "٢", "²")  # the run has two
 
 BAD: dict[Callable[[Run], None], str] = {
-    nan_in_the_weights: f"weights/w of step {STEPS} is no number",
-    infinity_in_a_record: "gradient/w of step 1 is no number",
+    nan_in_the_weights: f"weights/w of step {STEPS} is not a number",
+    infinity_in_a_record: "gradient/w of step 1 is not a number",
     **{named(name): rf"{name}\.safetensors is named by no step of 1 to 2; call it" for name in NO_STEPS},
     truth_for_a_loss: "loss = True at step 1",
     loss_beyond_all_floats: "loss = 10+ at step 1",
@@ -132,8 +132,8 @@ def test_names_that_are_not_the_models(tmp_path: Path) -> None:
         (right | {"more.weight": np.ones(2)}, r"weights at the end: tensor more.weight is \(2,\) there, and absent"),
         (right | {"norm.weight": np.ones(3)}, r"tensor norm.weight is \(3,\) there, and \(4,\) in the model"),
         ({"prefixed." + name: w for name, w in right.items()}, "tensor embed.weight is absent there"),
-        ({"embed.embedding": np.ones((4, 4)), "norm.w": np.ones(4)}, "its record is not of such a model: KeyError"),
-        (theirs, "its record is not of such a model: ValueError"),
+        ({"embed.embedding": np.ones((4, 4)), "norm.w": np.ones(4)}, "its record does not fit the model: KeyError"),
+        (theirs, "its record does not fit the model: ValueError"),
     ):
         with pytest.raises(ConfigError, match=message):
             made(weights).check_names()
@@ -163,16 +163,16 @@ GOOD: dict[str, Any] = {
         ({"memory": MEMORY | {"peak": "much"}}, "memory has no value that is a number, but 'much'"),
         ({"memory": MEMORY | {"gradients": True}}, "memory has no gradients that is a number, but True"),
         ({"memory": MEMORY | {"gradients": -5}}, "memory has no gradients that is a number, but -5"),
-        ({"memory": 1}, "memory is no dict"),
-        ({"collectives": {}}, "collectives is no list"),
+        ({"memory": 1}, "memory is not a dict"),
+        ({"collectives": {}}, "collectives is not a list"),
         ({"collectives": ["all_reduce"]}, "collectives has no op that is a text"),
         ({"collectives": [COLLECTIVE, {"op": "all_reduce"}]}, "collectives has no axis that is a text, but None"),
         ({"collectives": [COLLECTIVE | {"bytes": "1"}]}, "collectives has no bytes that is a number, but '1'"),
         ({"collectives": [COLLECTIVE | {"bytes": np.nan}]}, "collectives has no bytes that is a number, but nan"),
         ({"collectives": [COLLECTIVE | {"bytes": 10**300}]}, "collectives has no bytes that is a number, but 1000"),
         ({"arithmetic": {"rsqrt": ["float32"]}}, "arithmetic has no value that is a text"),
-        ({"mesh": "1x1"}, "mesh is no dict"),
-        ({"versions": ["2"]}, "versions is no dict"),
+        ({"mesh": "1x1"}, "mesh is not a dict"),
+        ({"versions": ["2"]}, "versions is not a dict"),
         ({"schedule": {"1": "slow"}}, "schedule has no value that is a number, but 'slow'"),
     ],
 )

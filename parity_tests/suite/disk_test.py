@@ -58,7 +58,9 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(side: str, disk:
     assert done.returncode == 1
     assert message.startswith("error: the checkpoint of step") and "could not be written to" in message
     steps = assert_whole(path)
-    assert steps and f"the newest checkpoint is that of step {steps[-1]}: make room, and go on by --resume" in message
+    assert (
+        steps and f"the newest checkpoint is that of step {steps[-1]}: make room, and continue by --resume" in message
+    )
     remount(disk, "size=60m")
     assert train(side, path, "--resume").returncode == 0
     assert train(side, straight).returncode == 0
@@ -78,7 +80,7 @@ def test_a_run_may_go_on_without_its_checkpoints(side: str, disk: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         f"error: the weights of step {STEPS} are not saved: {reason}; the newest checkpoint is that of step "
-        f"{steps[-1]}: make room, and go on by --resume"
+        f"{steps[-1]}: make room, and continue by --resume"
     ]
     for step in missing:
         assert done.stdout.count(f"the checkpoint of step {step} could not be written") == 1

@@ -31,7 +31,7 @@ MOMENTS = {"save": (5, 0.02), "step": (3, 0.4), "start": (2, 10.0)}
 
 
 def process(side: str, path: Path, steps: int) -> "subprocess.Popen[str]":
-    """A run of `steps` in a process group of its own; it begins, or goes on."""
+    """A run of `steps` in a process group of its own; it begins, or continues."""
     line = [sys.executable, "-m", TRAIN[side], *TINY, "--steps", str(steps), "--output", str(path), "--resume"]
     return subprocess.Popen(
         line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment()

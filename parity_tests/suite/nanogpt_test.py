@@ -38,7 +38,7 @@ def test_both_sides_train_it_alike(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_from_a_checkpoint_to_a_proof(tmp_path: Path) -> None:
-    """ckpt.pt of a loop as nanoGPT's, with its train.bin: converted, it goes on as the loop itself did, which a proof
+    """ckpt.pt of a loop as nanoGPT's, with its train.bin: converted, it continues as the loop itself did, which a proof
     finds equivalent."""
     config, data = tmp_path / "config.toml", tmp_path / "train.bin"
     np.random.default_rng(0).zipf(1.5, 4000).clip(max=NANOGPT["vocab"] - 1).astype(np.uint16).tofile(data)

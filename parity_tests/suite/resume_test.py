@@ -1,4 +1,4 @@
-"""`--resume DIR` alone, and with another accumulation of the same batch: the run goes on as it was."""
+"""`--resume DIR` alone, and with another accumulation of the same batch: the run continues as it was."""
 
 import shutil
 from pathlib import Path

@@ -139,7 +139,7 @@ def test_a_checkpoint_is_padded_otherwise(made: TwoRuns, tmp_path: Path) -> None
 
 
 def test_moments_go_out_and_come_back(made: TwoRuns, tmp_path: Path) -> None:
-    """A torch file has no padding; back from it, padding has no moments, and the run goes on."""
+    """A torch file has no padding; back from it, padding has no moments, and the run continues."""
     config, hf = made("llama")
     line = ["--config", str(config), "--mesh", "1x2", "--model.vocab_multiple", "4", "--device", "cpu"]
     line += ["--train.validation_batches", "0", "--optimizer.decay_steps", "5"]

@@ -56,7 +56,7 @@ BASE: dict[str, dict[str, Any]] = {
     "precision": {"policy": "fp64"},
     "record": {"steps": [1, 2, 3], "tensors": "all"},
 }
-MAKER = {FOLDER: "torch_ref"}  # a side that is no command's -> whose runs stand for it
+MAKER = {FOLDER: "torch_ref"}  # a side that is not a command's -> whose runs stand for it
 CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {},
     "gpt2": {"model": MODELS["gpt2"]},

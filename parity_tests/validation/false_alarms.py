@@ -3,7 +3,7 @@
 Both sides train each seed's weights and data order on every combination of family, mesh and precision, and the proof
 itself judges. It is made of the same commands as a proof by hand, of fewer steps, but they are run within one process
 per side, which imports, traces and compiles once, and a run that several proofs need is made once. Started again, it
-goes on.
+continues.
 """
 
 import json
@@ -86,7 +86,7 @@ class Result:
         return self.verdict != "equivalent"
 
     def line(self) -> str:
-        """As a line of JSON; what is no number is text."""
+        """As a line of JSON; what is not a number is text."""
         shares = [[level, name, x if x < float("inf") else repr(x)] for level, name, x in self.shares]
         told = {"verdict": self.verdict, "sentence": self.sentence, "code": self.code, "shares": shares}
         return json.dumps(self.case._asdict() | told)
@@ -100,7 +100,7 @@ class Result:
 
 
 def share(check: Check) -> float:
-    """value / bound, and infinite for what does not hold and is no number; 1 where a bound of infinity is reached."""
+    """value / bound; infinite for a NaN that does not hold, 1 where a bound of infinity is reached."""
     if not check.holds:
         return check.value / check.bound if check.bound > 0 and check.value < float("inf") else float("inf")
     return 0.0 if check.value == 0 else 1.0 if check.value == check.bound else check.value / check.bound
@@ -216,7 +216,7 @@ def arguments(argv: Sequence[str]) -> tuple[Path, set[Case]]:
     """The output folder and the proofs that are asked for. Raises ConfigError."""
     parser = Parser(prog="python -m parity_tests.validation.false_alarms", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--output", type=user_path, metavar="DIR", help=f"folder for {RESULTS}; what is in it is not made again"
+        "--output", type=user_path, metavar="DIR", help=f"folder for {RESULTS}; results in it are not computed again"
     )
     parser.add_argument("--seeds", default=str(SEEDS), metavar="N", help=f"seeds 0 to N - 1 (default {SEEDS})")
     names = "; ".join(f"{axis}: {', '.join(values)}" for axis, values in AXES.items())

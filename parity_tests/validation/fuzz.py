@@ -398,7 +398,7 @@ def prepared(name: str, folder: Path) -> list[bytes]:
 
 
 def accepted(name: str, folder: Path, content: bytes) -> bool:
-    """Whether all readers take `content`. Raises what is no error of ours, and ends a process that hangs."""
+    """Whether all readers take `content`. Raises what is not an error of ours, and ends a process that hangs."""
     kind, taken = KINDS[name], True
     (folder / kind.file).unlink(missing_ok=True)  # a new file costs less than a shorter one
     (folder / kind.file).write_bytes(content)

@@ -57,7 +57,7 @@ class Traffic(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name not in SILENT:
             if name not in KINDS:
-                raise NotImplementedError(f"{func}: what it sends is not counted yet")
+                raise NotImplementedError(f"{func}: its bytes are not counted yet")
             self._count(KINDS[name], args)
         return func(*args, **(kwargs or {}))
 

@@ -1,6 +1,6 @@
 """What a family adds to FLOPs and memory of a step on torch's side. Twin: jaxdist/accounting/forms.py.
 
-A form that a row lacks is unknown, which is no error: what a step holds and sends is measured.
+A form that a row lacks is unknown, which is not an error: what a step holds and sends is measured.
 """
 
 from collections.abc import Callable, Mapping

@@ -143,4 +143,4 @@ def flops(experiment: Experiment, model: nn.Module) -> float:
     return 6.0 * sum(p.numel() * c.places(path) for path, p in kernels.items())
 
 
-ACCOUNTING = Accounting(flops, why="as none is told yet of what torch keeps of the images of a ResNet")
+ACCOUNTING = Accounting(flops, why="as the activations that torch keeps of a ResNet are unknown")

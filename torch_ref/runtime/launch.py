@@ -169,11 +169,11 @@ def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
         silent = any(sign in text for sign in SILENCE)
         if of_start and not silent:
             sys.exit(1)
-        what = "does not answer: it stands still, or its machine cannot be reached" if silent else "is gone"
+        what = "does not answer: it hangs, or its machine cannot be reached" if silent else "is gone"
         if speaks(rank):
             print(
                 f"error: rank {rank} waited in a collective for another rank, which {what}; the run ends, and --resume "
-                "goes on from its newest checkpoint",
+                "continues from its newest checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
@@ -251,7 +251,7 @@ def greatest(value: int, device: str) -> int:
 
 
 def end_with_parent() -> None:
-    """A rank whose parent was killed must not go on: it would write beside the run that is begun in its place."""
+    """A rank whose parent was killed must not continue: it would write beside the run that is begun in its place."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -274,7 +274,7 @@ class Still:
             if self.looks[rank] * SECOND > SILENT_SECONDS:
                 raise TrainingError(
                     f"rank {rank} has been stopped for {SILENT_SECONDS} s, as by SIGSTOP; the run ends, and --resume "
-                    "goes on from its newest checkpoint"
+                    "continues from its newest checkpoint"
                 )
 
 
@@ -362,7 +362,7 @@ def start(plan: Plan, function: Callable[[], None], forked: Callable[[], None] =
         hint = ", often for want of memory" if -code == signal.SIGKILL else ""
         raise TrainingError(
             f"rank {first.index(code)} was ended by {signal.Signals(-code).name}{hint}; the run stops, and --resume "
-            "goes on from its newest checkpoint"
+            "continues from its newest checkpoint"
         )
     codes = {process.exitcode or 0 for process in ranks} - {0}
     if codes:

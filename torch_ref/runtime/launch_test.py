@@ -1,4 +1,4 @@
-"""How ranks that do not go on end the others."""
+"""How ranks that do not continue end the others."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def test_a_rank_that_is_stopped_ends_the_others_with_one_line() -> None:
     done = run(STOPPED)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "error: rank 1 has been stopped for 2 s, as by SIGSTOP; the run ends, and --resume goes on from its newest "
+        "error: rank 1 has been stopped for 2 s, as by SIGSTOP; the run ends, and --resume continues from its newest "
         "checkpoint"
     ]
 
@@ -94,8 +94,8 @@ def test_a_stopped_rank_ends_those_that_another_launcher_started() -> None:
     assert [rank.returncode for rank in ranks[1:]] == [1, 1]
     assert [lines[-1:] for lines in told] == [
         [
-            "error: rank 0 has been stopped for 2 s, as by SIGSTOP; the run ends, and --resume goes on from its newest "
-            "checkpoint"
+            "error: rank 0 has been stopped for 2 s, as by SIGSTOP; the run ends, and --resume continues from its "
+            "newest checkpoint"
         ],
         [],
     ]
@@ -113,7 +113,7 @@ def test_a_collective_that_lost_a_rank_is_told_in_one_line(
     rank: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the first and the second where there is no store to ask, as the first may be the one that is gone."""
-    what = "which does not answer: it stands still" if text in SILENT else "which is gone"
+    what = "which does not answer: it hangs" if text in SILENT else "which is gone"
     says = f"rank {rank} waited in a collective for another rank, {what}"
     with pytest.raises(SystemExit) as ended, launch.without_the_others(rank, of_start=False):
         raise RuntimeError(text)
@@ -145,7 +145,7 @@ def test_a_killed_rank_ends_those_that_another_launcher_started(count: int, kill
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL if r == killed else 1 for r in range(count)]
     (line,) = (line for lines in said for line in lines if line.startswith("error: "))
     assert line.endswith(
-        "waited in a collective for another rank, which is gone; the run ends, and --resume goes on from its newest "
+        "waited in a collective for another rank, which is gone; the run ends, and --resume continues from its newest "
         "checkpoint"
     )
     assert not any("Traceback" in line for lines in said for line in lines)

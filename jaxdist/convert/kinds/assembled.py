@@ -112,7 +112,7 @@ class Weights:
         return State(rule, moments, groups, counts, shapes)
 
     def content(self, state: State | None, step: int | None, schedule: Schedule, origin: Origin) -> Content:
-        """The content: with the optimizer of its `state`, which goes on by `schedule`.
+        """The content: with the optimizer of its `state`, which continues by `schedule`.
 
         `step`: steps done, None where only the optimizer's count tells. Raises ConfigError.
         """

@@ -386,7 +386,7 @@ def check(conversion: Conversion) -> None:
 
 
 def write(path: Path, conversion: Conversion) -> None:
-    """Write a run folder with this one checkpoint, which `torch_ref` goes on from; one that came from another program
+    """Write a run folder with this one checkpoint, which `torch_ref` continues from; one that came from another program
     has the names that it had there. Raises ConfigError."""
     content = conversion.content
     folder = begin(path, content)

@@ -105,7 +105,7 @@ def schedule_of(saved: Saved, scheduler: Mapping[Any, Any], steps: int, state: S
 
 def scaler_of(path: Path, kept: Mapping[str, Any]) -> dict[str, Any]:
     """A dynamic loss scale as torch's GradScaler keeps it. DeepSpeed's first grows after one good step more than
-    `scale_window`, which is no good step here. Raises ConfigError."""
+    `scale_window`, which is not a good step here. Raises ConfigError."""
     with reading(path, "loss scale"):
         window, factor = int(kept["scale_window"]), float(kept["scale_factor"])
         good = max(0, int(kept["cur_iter"]) - int(kept["last_overflow_iter"]) - 2) % window

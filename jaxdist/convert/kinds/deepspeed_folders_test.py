@@ -325,7 +325,7 @@ def test_what_ds_config_says_is_kept_beside_what_is_given(
 
 
 def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rate of now stays, the reason is said, and the schedule after the warm-up can be given."""
+    """The current rate stays, the reason is said, and the schedule after the warm-up can be given."""
     long = {"warmup_num_steps": 150, "warmup_max_lr": PEAK, "total_num_steps": TOTAL}
     tag = scheduled(tmp_path / "warm", "WarmupDecayLR", long, 2e-4)
     assert read_content(tag).experiment.optimizer.learning_rate == 2e-4
@@ -341,9 +341,9 @@ def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.Cap
     o = read_content(tmp_path / "out").experiment.optimizer
     assert (o.learning_rate, o.warmup, o.decay, o.decay_steps, o.final) == (PEAK, 152, "linear", 202, 0)
     read_content(scheduled(tmp_path / "cycle", "OneCycle", {}, 2e-4))
-    assert "jaxdist has no schedule like its OneCycle; its rate of now" in capsys.readouterr().out
+    assert "jaxdist has no schedule like its OneCycle; its current rate" in capsys.readouterr().out
     read_content(scheduled(tmp_path / "other", "WarmupLR", {"warmup_max_lr": PEAK}, 2e-4))
-    assert "its rate of now is not that of its WarmupLR: learning_rate = 0.0003" in capsys.readouterr().out
+    assert "its current rate is not that of its WarmupLR: learning_rate = 0.0003" in capsys.readouterr().out
 
 
 def test_aligned_parameters(tmp_path: Path) -> None:

@@ -367,10 +367,10 @@ class TestOptimizers:
             del group["initial_lr"]
             group["lr"] = 2e-4
         torch.save({key: tree[key] for key in ("model", "optimizer")}, file)
-        with pytest.raises(ConfigError, match=r"rate of now is 0.0002, and the schedule of --model has .*--peak now"):
+        with pytest.raises(ConfigError, match=r"current rate is 0.0002, and the schedule of --model has .*--peak now"):
             main([str(file), str(tmp_path / "run"), *config(tmp_path)])
         main([str(file), str(tmp_path / "run"), *config(tmp_path), "--peak", "now"])
-        assert "its rate of now, 0.0002, becomes the peak of the schedule of --model" in capsys.readouterr().out
+        assert "its current rate, 0.0002, becomes the peak of the schedule of --model" in capsys.readouterr().out
 
 
 def compressed(file: Path) -> None:

@@ -258,7 +258,7 @@ class TestForce:
         for file in (home / "thesis.tex", notes):
             file.write_text("years of work")
         for target in (home, notes):
-            with pytest.raises(ConfigError, match=r"is no checkpoint, and --force replaces nothing else"):
+            with pytest.raises(ConfigError, match=r"is not a checkpoint, and --force replaces nothing else"):
                 main([str(source), str(target), "--force"])
         assert (home / "thesis.tex").read_text() == notes.read_text() == "years of work"
         main([str(source), str(empty), "--force"])
@@ -350,7 +350,9 @@ class TestCommandLine:
     def test_a_name_that_is_no_step(self, tmp_path: Path) -> None:
         run = written(tmp_path / "a", "orbax", content_of(MODELS["Qwen2ForCausalLM"]))
         (run / "checkpoints" / "7").rename(tmp_path / "mine")
-        with pytest.raises(ConfigError, match=r"mine: its step is told by its name, and mine is none; rename it"):
+        with pytest.raises(
+            ConfigError, match=r"mine: a checkpoint is named by its step, and mine is not a step; rename it"
+        ):
             main([str(tmp_path / "mine"), str(tmp_path / "b")])
 
     def test_a_target_that_cannot_be(self, tmp_path: Path) -> None:

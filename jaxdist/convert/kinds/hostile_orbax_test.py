@@ -61,7 +61,7 @@ def test_links_that_lead_outside(lone: Path, place: str, tmp_path: Path) -> None
 def test_pipes(lone: Path, place: str) -> None:
     (lone / place).unlink()
     os.mkfifo(lone / place)
-    refused(lone, "it is no file")
+    refused(lone, "it is not a file")
 
 
 def test_a_chunk_that_stands_for_much_more_than_the_array(lone: Path) -> None:
@@ -114,6 +114,6 @@ def test_an_optimizer_of_another_form(lone: Path, how: str) -> None:
 @pytest.mark.parametrize("tree", [[np.ones(3)], {"a": {"b": np.ones(3)}}], ids=["list", "nested"])
 def test_parameters_of_another_form(lone: Path, tree: Any) -> None:
     saved(lone / "parameters", tree)
-    refused(lone, "is damaged: its parameters are no arrays by name")
-    with pytest.raises(ConfigError, match="are no arrays by name"):
+    refused(lone, "is damaged: its parameters are not arrays by name")
+    with pytest.raises(ConfigError, match="are not arrays by name"):
         main(["--inspect", str(lone)])

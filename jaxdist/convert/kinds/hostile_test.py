@@ -61,7 +61,7 @@ BY_THE_LIBRARY: dict[str, bytes] = {
     "no shape": file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}),
     "unknown dtype": file_of({"a": entry([2], 0, 8, "F31")}),
     "shape given twice": file_of("{" + TWO.replace("[2],", '[2],"shape":[1,2],') + "}"),
-    "metadata that is no text": file_of({"__metadata__": {"format": 1}, "a": entry([2], 0, 8)}),
+    "metadata that is not a text": file_of({"__metadata__": {"format": 1}, "a": entry([2], 0, 8)}),
 }
 # What it takes, or fails over with another error than its own.
 BY_US: dict[str, tuple[bytes, str]] = {
@@ -138,11 +138,11 @@ def test_a_tensor_beyond_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_is_no_file(tmp_path: Path) -> None:
     """A pipe would be waited for."""
     (tmp_path / SINGLE).mkdir()
-    with pytest.raises(ConfigError, match=f"{SINGLE}: it is no file; give"):
+    with pytest.raises(ConfigError, match=f"{SINGLE}: it is not a file; give"):
         Tensors(tmp_path)
     (tmp_path / SINGLE).rmdir()
     os.mkfifo(tmp_path / SINGLE)
-    with pytest.raises(ConfigError, match=f"{SINGLE}: it is no file; give"):
+    with pytest.raises(ConfigError, match=f"{SINGLE}: it is not a file; give"):
         Tensors(tmp_path)
 
 
@@ -269,12 +269,12 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "Expecting value"),
     "not UTF-8": (b'{"model_type": "\xff"}', "invalid start byte"),
     "deep": (b'{"model_type": ' + b"[" * 100_000, "nested too deeply"),
-    "NaN": (json.dumps(LLAMA | {"rms_norm_eps": float("nan")}).encode(), "NaN is no number"),
-    "Infinity": (json.dumps(LLAMA | {"rope_theta": float("inf")}).encode(), "Infinity is no number"),
+    "NaN": (json.dumps(LLAMA | {"rms_norm_eps": float("nan")}).encode(), "NaN is not a number"),
+    "Infinity": (json.dumps(LLAMA | {"rope_theta": float("inf")}).encode(), "Infinity is not a number"),
     "1e400": (json.dumps(LLAMA).replace("1e-05", "1e400").encode(), "rms_norm_eps = inf; give a number"),
     "5000 digits": (json.dumps(LLAMA).replace(": 7", ": " + "9" * 5000).encode(), "4300 digits"),
     "a key twice": (json.dumps(LLAMA)[:-1].encode() + b', "rope_theta": 1.0}', "'rope_theta' twice"),
-    "no table": (b"[]", r"\[\] is no table of settings"),
+    "no table": (b"[]", r"\[\] is not a table of settings"),
 }  # fmt: skip
 
 
@@ -288,11 +288,11 @@ def test_a_config_that_is_none(name: str, tmp_path: Path) -> None:
 
 def test_a_config_that_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ConfigError, match=r"config.json: it is no file; give a Hugging Face folder"):
+    with pytest.raises(ConfigError, match=r"config.json: it is not a file; give a Hugging Face folder"):
         read_model(tmp_path)
     (tmp_path / "config.json").rmdir()
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match=r"config.json: it is no file; give a Hugging Face folder"):
+    with pytest.raises(ConfigError, match=r"config.json: it is not a file; give a Hugging Face folder"):
         read_model(tmp_path)
 
 

@@ -88,7 +88,7 @@ class TestFiles:
 
     def test_files_along_that_show_few_bytes_often(self, own: Path) -> None:
         many = {"tokenizer.json": torch.zeros(1, dtype=torch.uint8).expand(10**14)}
-        with pytest.raises(ConfigError, match=r"'tokenizer\.json': it is no tensor of at most 200,000,000 bytes"):
+        with pytest.raises(ConfigError, match=r"'tokenizer\.json': it is not a tensor of at most 200,000,000 bytes"):
             read_content(self.changed(own, files=many))
 
     def test_many_tensors_that_show_few_numbers_often(self, own: Path) -> None:
@@ -193,7 +193,7 @@ class TestRunFolders:
 
 @pytest.mark.parametrize("values", [[], None, 5, "x", {5: 3}])
 def test_an_experiment_that_is_no_table(values: Any) -> None:
-    with pytest.raises(ConfigError, match=r"a file: .* is no table of settings; give"):
+    with pytest.raises(ConfigError, match=r"a file: .* is not a table of settings; give"):
         Experiment.parse(values, "a file")
 
 

@@ -145,7 +145,10 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "",
     ),
     "lambda": (lambda o: schedulers.LambdaLR(o, lambda k: 1 / (1 + k)), "the rule of its scheduler is not in it"),
-    "steps": (lambda o: schedulers.StepLR(o, 3), r"is StepLR (step_size = 3, gamma = 0.1), which does not go on here"),
+    "steps": (
+        lambda o: schedulers.StepLR(o, 3),
+        r"is StepLR (step_size = 3, gamma = 0.1), which does not continue here",
+    ),
     "restarts": (lambda o: schedulers.CosineAnnealingWarmRestarts(o, 5), "is CosineAnnealingWarmRestarts (T_0 = 5"),
     "exponential": (lambda o: schedulers.ExponentialLR(o, 0.9), "is ExponentialLR (gamma = 0.9), which does not"),
     "one cycle, warming": (lambda o: schedulers.OneCycleLR(o, 2e-3, 40, cycle_momentum=False), "is OneCycleLR (total_"),
@@ -176,16 +179,16 @@ def test_the_rule_of_a_scheduler_goes_on(name: str, tmp_path: Path, capsys: pyte
     (tmp_path / "config.json").write_text(json.dumps(to_settings(MODEL, "float32")))
     main([str(tmp_path / "a.ckpt"), str(tmp_path / "run")])
     said = capsys.readouterr().out
-    assert ("its schedule goes on" in said) == (not unlike) and unlike in said
+    assert ("its schedule continues" in said) == (not unlike) and unlike in said
     e = load(tmp_path / "run" / "config.toml", {})
-    if unlike:  # the rate of now stays
+    if unlike:  # the current rate stays
         assert [rate_at(e, 8 + k) for k in range(12)] == pytest.approx([right[0]] * 12)
     else:
         assert [rate_at(e, 8 + k) for k in range(12)] == pytest.approx(right, rel=1e-6)
 
 
 def test_the_peak_of_one_cycle(tmp_path: Path) -> None:
-    """OneCycleLR begins at a share of its peak, which is no peak of a schedule that --model gives."""
+    """OneCycleLR begins at a share of its peak, which is not a peak of a schedule that --model gives."""
     found = lightning(tmp_path / "a.ckpt", "net.")
     for group in found["optimizer_states"][0]["param_groups"]:
         group |= {"lr": 1e-3, "initial_lr": 8e-5, "max_lr": 2e-3, "min_lr": 8e-9}

@@ -182,14 +182,14 @@ def test_another_rate_is_refused_and_a_flag_decides(
     another_rate(tmp_path)
     model = config(tmp_path, *SCHEDULE) if whose == "--model" else []
     says = (
-        rf"rate of now is 1e-05, and the schedule of {whose} has .* at step 9 and .* at step 10; give --peak schedule"
+        rf"current rate is 1e-05, and the schedule of {whose} has .* at step 9 and .* at step 10; give --peak schedule"
     )
     with pytest.raises(ConfigError, match=says):
         converted(tmp_path, *model)
     assert not (tmp_path / "run").exists()
     assert rate_at(converted(tmp_path, *model, "--peak", "schedule"), 10) == pytest.approx(get_lr(9))
     assert converted(tmp_path, *model, "--peak", "now").optimizer.learning_rate == 1e-5
-    told = f"its rate of now, 1e-05, becomes the peak of the schedule of {whose}, which has 0.000"
+    told = f"its current rate, 1e-05, becomes the peak of the schedule of {whose}, which has 0.000"
     assert told in capsys.readouterr().out
 
 

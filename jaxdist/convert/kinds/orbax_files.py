@@ -78,7 +78,9 @@ def read_content(path: Path, wanted: Experiment | None = None, training: bool = 
             with reading(found):
                 scaling = state_of(**{name: numbers_of(found, store) for name, store in scales.items()})
     if not found.name.isdecimal():
-        raise ConfigError(f"{path}: its step is told by its name, and {found.name} is none; rename it to its step")
+        raise ConfigError(
+            f"{path}: a checkpoint is named by its step, and {found.name} is not a step; rename it to its step"
+        )
     step = int(found.name)
     provenance = origin_of(found), metrics_of(found)
     return Content(experiment, LAYERS, groups, step, updates, *provenance, scaling, sealed(found)).checked(path)
@@ -114,7 +116,7 @@ def named(path: Path, what: str, tree: Any) -> Any:
     """A part of a checkpoint's pytree that is to be arrays by name. Raises ConfigError where it is something else."""
     if isinstance(tree, dict) and tree and all(isinstance(store, ts.TensorStore) for store in tree.values()):
         return tree
-    raise ConfigError(f"checkpoint {path} is damaged: its {what} are no arrays by name; use another, or a copy of it")
+    raise ConfigError(f"checkpoint {path} is damaged: its {what} are not arrays by name; use another, or a copy of it")
 
 
 def stores(root: Path, item: str = ".") -> Any:
@@ -129,7 +131,7 @@ def stores(root: Path, item: str = ".") -> Any:
         check_files(path)
         read_json(path / "_METADATA")  # Orbax would take any size
         if (found := reader.metadata(path).item_metadata) is None:
-            raise ValueError("its tree cannot be read, or has leaves that are no arrays")
+            raise ValueError("its tree cannot be read, or has leaves that are not arrays")
         tree = found.tree
         args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=ts.TensorStore), tree)
         return reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
@@ -250,7 +252,7 @@ def check(conversion: Conversion) -> None:
 
 
 def write(path: Path, conversion: Conversion) -> None:
-    """Write a run folder that `jaxdist` goes on from, with this one checkpoint. Raises ConfigError."""
+    """Write a run folder that `jaxdist` continues from, with this one checkpoint. Raises ConfigError."""
     check(conversion)
     content = conversion.content
     folder = begin(path, content)

@@ -372,7 +372,7 @@ def _training(
             now = {}
             say("the scheduler counts other than steps, and stays as it was: build it anew, and step it to the end")
         elif "_schedulers" in scheduler:
-            say("the scheduler holds others, whose counters stay as they were: build it anew, and step it to the end")
+            say("the scheduler holds others, whose counters stay unchanged: build it anew, and step it to the end")
         scheduler = scheduler and scheduler | now
     counted = not content.origin.of_a_script
     made = put(tree, OPTIMIZER, rules.state_dict(o, fakes, groups, updates, counted, kept.get(ENTRIES)))

@@ -386,14 +386,14 @@ class TestTorchFiles:
             main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--force", *given])
             return read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
 
-        with pytest.raises(ConfigError, match=r"its rate of now is 0.001, and the schedule of --model has 0.00125 at"):
+        with pytest.raises(ConfigError, match=r"its current rate is 0.001, and the schedule of --model has 0.00125 at"):
             of(None)
         o, default = of(None, "--peak", "now"), experiment_for(self.model.model_dump(), "test").optimizer
         assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (1e-3, 0.8, 0.99, 1e-7, 0.03)
         assert (o.decay, o.warmup) == (default.decay, default.warmup)
         assert "scheduler" not in capsys.readouterr().out
         assert of(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)).learning_rate == 1e-3
-        told = "its peak, 0.001, goes on by the schedule of --model, whose own is 0.005; --peak schedule takes"
+        told = "its peak, 0.001, continues by the schedule of --model, whose own is 0.005; --peak schedule takes"
         assert told in capsys.readouterr().out
         exponential = of(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), "--peak", "schedule")
         assert exponential.learning_rate == default.learning_rate
@@ -414,7 +414,7 @@ class TestTorchFiles:
         back = torch.load(tmp_path / "b.pt", weights_only=True)
         rate = float(learning_rate(content.experiment.optimizer, content.experiment.train.steps, jnp.asarray(26)))
         rates = [group["lr"] for group in back["optimizer"]["param_groups"]]
-        assert "experiment" in back  # which says how it went on
+        assert "experiment" in back  # which says how it continued
         assert rates == pytest.approx([rate] * 2, rel=1e-6) and back["scheduler"]["_last_lr"] == rates
         assert (back["step"], back["scheduler"]["last_epoch"], back["scheduler"]["T_max"]) == (25, 25, 50)
         assert {float(state["step"]) for state in back["optimizer"]["state"].values()} == {25.0}

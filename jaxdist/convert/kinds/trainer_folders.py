@@ -177,10 +177,10 @@ def trainer_state(path: Path) -> dict[str, Any]:
     try:
         found = parse(read_bytes(file, MOST_BYTES), float)
         if not isinstance(found, dict):
-            raise ValueError("it is no table of settings")
+            raise ValueError("it is not a table of settings")
         for key in ("global_step", "max_steps"):
             if key in found and not is_count(found[key]):
-                raise ValueError(f"{key} = {found[key]!r:.50} is no count of steps")
+                raise ValueError(f"{key} = {found[key]!r:.50} is not a count of steps")
         return found
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -199,7 +199,7 @@ def _argued(
     with reading(path / trainer_arguments.FILE, "schedule"):
         found, reason = argued_schedule(arguments, float(peak), int(steps), (int(done), float(rate)))
     if found:
-        say(f"{path}: its schedule goes on, by {trainer_arguments.FILE}: {in_words(found)}")
+        say(f"{path}: its schedule continues, by {trainer_arguments.FILE}: {in_words(found)}")
     return found, reason
 
 

@@ -282,7 +282,9 @@ def test_a_folder_of_checkpoints_names_the_last(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     for name in ("checkpoint-9", "checkpoint-10"):
         huggingface(tmp_path / "output" / name, trained)
-    with pytest.raises(ConfigError, match=r"no checkpoint, and has 2 in it; give one, as (\S+checkpoint-10)") as error:
+    with pytest.raises(
+        ConfigError, match=r"not a checkpoint, and has 2 in it; give one, as (\S+checkpoint-10)"
+    ) as error:
         main([str(tmp_path / "output"), str(tmp_path / "run")])
     main([str(error.value).rpartition(" ")[2], str(tmp_path / "run")])
 
@@ -293,7 +295,7 @@ def test_within_the_warm_up_no_schedule_is_guessed(tmp_path: Path, capsys: pytes
     folder = huggingface(tmp_path / "checkpoint-9", trained)
     now = trained.optimizer.param_groups[0]["lr"]
     assert rates(KINDS["trainer"].format.read_content(folder), range(DONE + 1, STEPS)) == pytest.approx([now] * 10)
-    assert "the rule of its scheduler is not in it; its rate of now, 0.0015, stays" in capsys.readouterr().out
+    assert "the rule of its scheduler is not in it; its current rate, 0.0015, stays" in capsys.readouterr().out
 
 
 def test_what_is_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,7 +371,7 @@ def test_a_count_of_steps_that_is_none_is_refused(key: str, value: Any, tmp_path
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     file = folder / "trainer_state.json"
     file.write_text(json.dumps({"global_step": DONE, "max_steps": STEPS, key: value}))
-    with pytest.raises(ConfigError, match=rf"trainer_state.json: {key} = .* is no count of steps; .* leave it out"):
+    with pytest.raises(ConfigError, match=rf"trainer_state.json: {key} = .* is not a count of steps; .* leave it out"):
         KINDS["trainer"].format.read_content(folder)
     file.unlink()
     assert KINDS["trainer"].format.read_content(folder).step == DONE

@@ -29,7 +29,9 @@ def going_on(path: Path, experiment: Experiment, scaler: Mapping[str, Any], want
     to float16. Raises ConfigError."""
     values, policy = experiment.model_dump(exclude_none=True), experiment.precision.policy
     if wanted and not experiment.precision.loss_scale:
-        say(f"{path}: its loss scale ends here, precision.policy = {policy} of --model has none; fp16 goes on with it")
+        say(
+            f"{path}: its loss scale ends here, precision.policy = {policy} of --model has none; fp16 continues with it"
+        )
         return experiment
     precision = values["precision"] if wanted else {"policy": "fp16"}
     rule = {name: scaler[name] for name in RULE if name in scaler}

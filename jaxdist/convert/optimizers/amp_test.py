@@ -1,4 +1,4 @@
-"""A loss scale of a training script's own goes on, and comes back under the key that it had."""
+"""A loss scale of a training script's own continues, and comes back under the key that it had."""
 
 import json
 from collections.abc import Callable

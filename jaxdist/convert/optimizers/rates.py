@@ -1,4 +1,4 @@
-"""Which learning rate training goes on by, where an optimizer's groups tell the rate of now and not the peak."""
+"""Which learning rate training continues by, where an optimizer's groups tell the current rate and not the peak."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -61,26 +61,26 @@ def going_on(told: Told, experiment: Experiment, whose: str, peak: Peak | None) 
     """The schedule's fields of an optimizer section, for every kind of checkpoint that has an optimizer of torch's.
 
     A given schedule comes first, that of `experiment`: `whose` it is, --model's or the checkpoint's own; empty without
-    one. Then that of the scheduler or a log. Else the rate of now stays, and it is said. `peak` decides as in
+    one. Then that of the scheduler or a log. Else the current rate stays, and it is said. `peak` decides as in
     `peak_of`. Raises ConfigError."""
     path, now = told.path, told.groups[0].get("lr")
     if whose:
         found = peak_of(told, (whose, experiment), peak)
         if told.scheduler:
-            say(f"{path}: its scheduler ends here: the schedule of {whose} goes on")
+            say(f"{path}: its scheduler ends here: the schedule of {whose} continues")
         return found
     if rule := told.found() or rule_of(path, told.scheduler, told.groups, told.step):
         return {**rule, "learning_rate": float(now)} if peak == "now" and now else dict(rule)
     if peak == "schedule":
         raise ConfigError(
             f"--peak schedule: {path} has no schedule that can be read; give one by --model, as [optimizer] "
-            "learning_rate, warmup and decay, or leave --peak out to go on at the rate of now"
+            "learning_rate, warmup and decay, or leave --peak out to continue at the current rate"
         )
     reason = told.reason or (unlike(told.scheduler) if told.scheduler else "it has no schedule")
     if not now:
-        say(f"{path}: {reason}, and no rate to go on at; the default schedule is taken, --model gives another")
+        say(f"{path}: {reason}, and no rate to continue at; the default schedule is taken, --model gives another")
         return {}
-    say(f"{path}: {reason}; its rate of now, {float(now):g}, stays; --model gives a schedule")
+    say(f"{path}: {reason}; its current rate, {float(now):g}, stays; --model gives a schedule")
     return {"warmup": 0, "decay": "constant", "learning_rate": float(now)}
 
 
@@ -100,10 +100,10 @@ def rule_of(path: Path, scheduler: Mapping[str, Any], groups: Sequence[Mapping[s
         going = Experiment.parse({"optimizer": {"learning_rate": float(peak), **rule}}, f"{path}: scheduler")
     if not math.isclose(float(now), rate_at(going, step + 1), rel_tol=CLOSE, abs_tol=CLOSE * CLOSE * float(peak)):
         return {}
-    say(f"{path}: its schedule goes on: {in_words(rule)}")
+    say(f"{path}: its schedule continues: {in_words(rule)}")
     if scheduler.get("cycle_momentum"):
         momentum = groups[0]["betas"][0] if "betas" in groups[0] else groups[0].get("momentum")
-        say(f"{path}: its scheduler moves the momentum too; jaxdist keeps that of now, {momentum:g}")
+        say(f"{path}: its scheduler moves the momentum too; jaxdist keeps the current momentum, {momentum:g}")
     return rule
 
 
@@ -127,16 +127,16 @@ SCHEDULERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def unlike(scheduler: Mapping[str, Any]) -> str:
-    """Why the schedule of a scheduler does not go on, in words."""
+    """Why the schedule of a scheduler does not continue, in words."""
     name, keys = next((row for key, row in SCHEDULERS.items() if key in scheduler), ("", ()))
     if not name:
         return "the rule of its scheduler is not in it"
     shown = ", ".join(f"{key} = {scheduler[key]!r:.20}" for key in keys if key in scheduler)
-    return f"its scheduler is {name}{f' ({shown})' if shown else ''}, which does not go on here"
+    return f"its scheduler is {name}{f' ({shown})' if shown else ''}, which does not continue here"
 
 
 def _one_cycle(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """That of OneCycleLR's second phase of two; nothing before it, where its first is no linear one."""
+    """That of OneCycleLR's second phase of two; nothing before it, where its first is not a linear one."""
     phases = state["_schedule_phases"]
     if len(phases) != 2 or phases[0]["end_step"] != int(phases[0]["end_step"]):
         return {}
@@ -170,7 +170,7 @@ def _rule(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def peak_of(told: Told, scheduled: tuple[str, Experiment], peak: Peak | None) -> dict[str, Any]:
     """The peak, a field of an optimizer section: that of the groups where they tell it; else that of the schedule where
-    this has the rate of now, or where `peak` says so; or the rate of now where `peak` says that.
+    this has the current rate, or where `peak` says so; or the current rate where `peak` says that.
 
     `scheduled`: whose schedule, and the experiment with it. Raises ConfigError, with both rates, where nothing decides.
     """
@@ -181,7 +181,7 @@ def peak_of(told: Told, scheduled: tuple[str, Experiment], peak: Peak | None) ->
         own = float(peak_in(told.groups[0]))
         if not math.isclose(own, kept["learning_rate"], rel_tol=CLOSE):
             say(
-                f"{path}: its peak, {own:g}, goes on by the schedule of {whose}, whose own is "
+                f"{path}: its peak, {own:g}, continues by the schedule of {whose}, whose own is "
                 f"{kept['learning_rate']:g}; --peak schedule takes that one"
             )
         return {}
@@ -189,16 +189,19 @@ def peak_of(told: Told, scheduled: tuple[str, Experiment], peak: Peak | None) ->
     # A loop sets the rate before a step, a scheduler that of the next after it.
     rates = {at: rate_at(experiment, at) for at in (step, step + 1) if at}
     if peak != "now" and any(math.isclose(now, rate, rel_tol=CLOSE) for rate in rates.values()):
-        say(f"{path}: its rate of now, {now:g}, is on the schedule of {whose}, whose peak is {kept['learning_rate']:g}")
+        say(
+            f"{path}: its current rate, {now:g}, is on the schedule of {whose}, whose peak is {kept['learning_rate']:g}"
+        )
         return kept
     there = " and ".join(f"{rate:g} at step {at}" for at, rate in rates.items())
     if peak is None:
         raise ConfigError(
-            f"{path}: its rate of now is {now:g}, and the schedule of {whose} has {there}; give --peak schedule to go "
-            f"on by that schedule, its peak {kept['learning_rate']:g}, or --peak now to make the rate of now the peak"
+            f"{path}: its current rate is {now:g}, and the schedule of {whose} has {there}; give --peak schedule to "
+            f"continue by that schedule, its peak {kept['learning_rate']:g}, or --peak now to make the current rate "
+            "the peak"
         )
     if peak == "schedule":
-        say(f"{path}: its rate of now, {now:g}, ends here: the schedule of {whose} has {there}")
+        say(f"{path}: its current rate, {now:g}, ends here: the schedule of {whose} has {there}")
         return kept
-    say(f"{path}: its rate of now, {now:g}, becomes the peak of the schedule of {whose}, which has {there}")
+    say(f"{path}: its current rate, {now:g}, becomes the peak of the schedule of {whose}, which has {there}")
     return {"learning_rate": now}

@@ -133,7 +133,7 @@ def test_without_a_rule_the_rate_of_now_stays(save: Save, tmp_path: Path, capsys
         (folder := tmp_path / reason).mkdir()
         content = read_content(save(folder, saved), model())
         assert next_rates(content) == pytest.approx([1e-4] * 9, rel=1e-9)
-        assert f"{reason}; its rate of now, 0.0001, stays; --model gives a schedule" in capsys.readouterr().out
+        assert f"{reason}; its current rate, 0.0001, stays; --model gives a schedule" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("save", SOURCES)
@@ -150,7 +150,7 @@ SHAPE = {"warmup": 1, "decay": "cosine", "decay_steps": STEPS + 1, "final": LEAS
 def test_a_given_schedule_decides_the_rates_to_come(
     save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kept where it has the rate of now, refused where it has another, of the groups' own peak where they tell it."""
+    """Kept where it has the current rate, refused where it has another, of the groups' own peak where they tell it."""
     right = [cosine(step) for step in range(DONE + 1, STEPS + 1, 9)]
     given = model(learning_rate=PEAK, **SHAPE)
     for name, group, peak in (
@@ -161,10 +161,10 @@ def test_a_given_schedule_decides_the_rates_to_come(
         (tmp_path / name).mkdir()
         content = read_content(save(tmp_path / name, Saved(group, {})), given)
         assert next_rates(content) == pytest.approx([rate * peak / PEAK for rate in right], rel=1e-6), name
-    assert "its peak, 0.00015, goes on by the schedule of --model, whose own is 0.0003" in capsys.readouterr().out
+    assert "its peak, 0.00015, continues by the schedule of --model, whose own is 0.0003" in capsys.readouterr().out
     off = save(tmp_path, ALONE)
     there = f"{cosine(DONE):g} at step {DONE} and {cosine(DONE + 1):g} at step {DONE + 1}"
-    with pytest.raises(ConfigError, match=rf"rate of now is 0.0001, and the schedule of --model has {there}; give"):
+    with pytest.raises(ConfigError, match=rf"current rate is 0.0001, and the schedule of --model has {there}; give"):
         read_content(off, given)
     assert next_rates(read_content(off, given, peak="schedule")) == pytest.approx(right, rel=1e-6)
     assert next_rates(read_content(off, given, peak="now")) == pytest.approx([r * 1e-4 / PEAK for r in right], rel=1e-6)
@@ -178,7 +178,7 @@ def test_the_flag_that_the_message_names_leads_on(save: Save, tmp_path: Path) ->
     given = model(learning_rate=PEAK, **SHAPE).model_dump(exclude_unset=True)
     config.write_text(tomli_w.dumps(given))
     command = [str(source), str(tmp_path / "run"), "--to", "orbax", "--model", str(config)]
-    with pytest.raises(ConfigError, match=r"give --peak schedule to go on by .* or --peak now"):
+    with pytest.raises(ConfigError, match=r"give --peak schedule to continue by .* or --peak now"):
         main(command)
     assert not (tmp_path / "run").exists()
     main([*command, "--peak", "schedule"])

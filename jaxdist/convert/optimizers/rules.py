@@ -278,12 +278,12 @@ def _decay_changes(groups: Sequence[Group], shapes: Mapping[str, Shape], decay: 
     if others := [name for name in vectors if had[name]]:
         yield (
             f"its optimizer decayed norms and biases too ({len(others)}, such as {others[0]}, at {had[others[0]]:g}); "
-            "when training goes on in jaxdist, they are no longer decayed"
+            "when training continues in jaxdist, they are no longer decayed"
         )
     if others := [name for name in matrices if had[name] != decay]:
         yield (
             f"its optimizer decayed {len(others)} matrices, such as {others[0]}, at {had[others[0]]:g}; when training "
-            f"goes on in jaxdist, all matrices are decayed at {decay:g}"
+            f"continues in jaxdist, all matrices are decayed at {decay:g}"
         )
 
 

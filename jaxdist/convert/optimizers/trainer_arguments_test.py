@@ -89,7 +89,7 @@ def test_the_precision_of_the_arguments(
 @pytest.mark.parametrize(
     ("kind", "warmup", "says"),
     [
-        ("inverse_sqrt", 4, "jaxdist has no schedule like its inverse_sqrt; its rate of now, "),
+        ("inverse_sqrt", 4, "jaxdist has no schedule like its inverse_sqrt; its current rate, "),
         (
             "linear",
             12,
@@ -148,7 +148,7 @@ class Evil:
 
 
 def test_nothing_of_the_pickle_is_called(tmp_path: Path) -> None:
-    """And what is no plain value of its type is not taken."""
+    """And what is not a plain value of its type is not taken."""
     folder = arguments(tmp_path, max_grad_norm=Evil(tmp_path / "evil"), gradient_accumulation_steps="4", other=Evil)
     found = trainer_arguments.read(folder)
     assert found["learning_rate"] == 2e-3 and not {"max_grad_norm", "gradient_accumulation_steps", "other"} & {*found}

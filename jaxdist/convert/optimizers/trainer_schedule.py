@@ -165,7 +165,7 @@ def deepspeed_schedule(settings: Any, base: float, now: tuple[int, int, float]) 
         )
     share = SHAPES[known.decay].share(done, warmup, end)
     if abs(rate - peak * (final + (1 - final) * share)) > CLOSE * peak:
-        return {}, f"its rate of now is not that of its {kind}: {told}"
+        return {}, f"its current rate is not that of its {kind}: {told}"
     return fields, ""
 
 

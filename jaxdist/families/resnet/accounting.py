@@ -54,7 +54,7 @@ SEARCHED: Mapping[str, Arrays] = {
 }
 # How often what convolutions put out, C, goes through memory: written, read for its mean, its variance and to be
 # normalized; backward read for sums and for the gradient, as is the gradient of what batch norm puts out, and the
-# gradient written and read by two products. And of what goes on, A: written and read forward, read backward, its
+# gradient written and read by two products. And of what continues, A: written and read forward, read backward, its
 # gradient written.
 MOVED: Arrays = {"C": (11, 0), "A": (4, 0)}
 BUCKET = 30 * 2**20  # bytes of gradients that XLA sends together on GPUs (xla_gpu_all_reduce_combine_threshold_bytes)

@@ -47,7 +47,7 @@ class ResNet(ImageModel):
             raise ValueError(f"model.depths = {shown} are {self.layers:,} blocks; use at most {MOST_BLOCKS:,}")
         if self.block == "bottleneck" and (odd := [width for width in self.widths if width % 4]):
             raise ValueError(
-                f"model.widths = {listing(self.widths)}: {odd[0]} is no multiple of 4, a bottleneck's width within; "
+                f"model.widths = {listing(self.widths)}: {odd[0]} is not a multiple of 4, a bottleneck's width within; "
                 f"use model.widths = {listing(tuple(math.ceil(width / 4) * 4 for width in self.widths))}"
             )
         return self
