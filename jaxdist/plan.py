@@ -148,7 +148,7 @@ def verdict(plan: Plan, change: Plan | None) -> str:
 
 
 def unknown(plan: Plan, compiled: Compiled | None) -> str:
-    """Which closed forms the family and the optimizer lack, and where to read the measured numbers."""
+    """Closed forms that the family or the optimizer lacks, and where to read the measured numbers."""
     e, told = plan.experiment, {"footprint": "memory and time", "exchanges": "traffic and time", "flops": "MFU"}
     found = []
     if lacking := ", ".join(f"{form} ({told[form]})" for form in plan.unknown if form in told):
@@ -211,7 +211,7 @@ def bytes_of(size: float | None) -> str:
 
 
 def show_time(plan: Plan, time: Time) -> None:
-    """Where the time of a step goes, and the pace."""
+    """Time of a step by part, and the pace."""
     taken = Table("time of a step", "seconds")
     for name, title in TIMES.items():
         if (seconds := getattr(time, name)) > 1e-9:  # less is what rounding leaves

@@ -41,7 +41,7 @@ from jaxdist.parallel.sharding import ParamSpec, strategy
 
 @dataclass(frozen=True)
 class Tables:
-    """What a block of a family has at work, as counts of the sizes above.
+    """Arrays of a family's block, as counts of the sizes above.
 
     Those in the MLP are F and, of experts, d; R, D, Q, K and S are much the same in all blocks that attend.
     """
@@ -92,7 +92,7 @@ class DecoderFootprint(Footprint):
 
     @property
     def decoder(self) -> Any:
-        """Its config."""
+        """The config of the model."""
         return self.experiment.model
 
     @property
@@ -133,7 +133,7 @@ class DecoderFootprint(Footprint):
         return not self.ring and not fused
 
     def applied(self, spec: ParamSpec) -> float:
-        """How often a token is multiplied by each number of a parameter."""
+        """Multiplications of a token by each element of a parameter."""
         return 1.0
 
     @cached_property

@@ -1,10 +1,9 @@
-"""What a device holds within a step: a closed form, cause by cause, from the declared parameters alone.
+"""Memory of a device within a step: a closed form by cause, from the declared parameters alone.
 
-A cause is there at some moments of a step and not at others; the peak is at the moment with the largest sum. Here is
-what all models have in common, parameters and what is kept of them; activations are those of a family's own form, of
-decoders by way of `decoder.py`. Their tables count the arrays that a block's formulas need for their derivatives, as
-`jaxdist/families/` has them. XLA leaves gaps between the arrays that it places; a closed form counts
-none.
+A cause takes memory at some moments of a step; the peak is the moment with the largest sum. This module has the parts
+common to all models, parameters and optimizer state; activations come from the family's own form, for decoders through
+`decoder.py`. Their tables count the arrays that a block's formulas need for their derivatives, as written in
+`jaxdist/families/`. XLA leaves gaps between the arrays that it places; a closed form counts none.
 """
 
 import math
@@ -169,7 +168,7 @@ class Footprint(State, ABC):
     @property
     @abstractmethod
     def sums(self) -> int:
-        """How many collectives of activations a step has on a mesh axis that sends such."""
+        """Number of a step's collectives of activations on a mesh axis that has any."""
 
     @abstractmethod
     def _moments(self) -> Iterator[dict[str, float]]: ...

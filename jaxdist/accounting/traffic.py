@@ -103,8 +103,8 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Passes:
-    """How often in a step a device goes through its blocks, `layers` of them at a time: so many times for `both` passes
-    of a microbatch, and so many times `forward` alone, `told` if also through the head."""
+    """Passes of a device through its blocks in a step, `layers` of them at a time: the number of forward and backward
+    passes together (`both`), and of forward passes alone (`forward`), which include the head where `through_head`."""
 
     layers: int
     both: int
@@ -113,13 +113,13 @@ class Passes:
 
     @property
     def losses(self) -> int:
-        """How often it goes through the head."""
+        """Number of passes through the head."""
         return self.both + self.forward * self.told
 
 
 def passes(experiment: Experiment, mesh: Mapping[str, int]) -> Passes:
-    """Of a pipeline one of either kind a tick (`parallel/pipeline.py`), since its backward pass computes a stage again;
-    without one, both together a microbatch."""
+    """Passes of a step: without a pipeline both together per microbatch; in a pipeline (`parallel/pipeline.py`) one of
+    either kind per tick, since its backward pass computes a stage again."""
     e, stages = experiment, mesh["pipeline"]
     if stages == 1:
         return Passes(e.model.layers, e.train.accumulation, 0, told=False)

@@ -1,4 +1,4 @@
-"""How much is measured, and where: what each section is given."""
+"""Effort of the sections of the benchmark: how much each measures, and where."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Effort:
-    """How many of everything. `large` pairs of the large shape on one device, `large_mesh` on eight, `gpu` of decoders
+    """Numbers of repetitions. `large` pairs of the large shape on one device, `large_mesh` on eight, `gpu` of decoders
     that take a GPU of their own."""
 
     pairs: int

@@ -52,13 +52,13 @@ def measure(bench: Bench) -> Iterator[Figure]:
 
 
 def figures(name: str, found: Ratios) -> Iterator[Figure]:
-    """Of one row."""
+    """Figures of one row."""
     yield Figure(f"traffic, {name}", (found.traffic,), goal=TRAFFIC)
     yield Figure(f"memory, {name}", (found.memory,), goal=MEMORY, beside={"peak, MB": found.peak / 1e6})
 
 
 def rows(figures: Sequence[Figure]) -> dict[str, tuple[Figure, Figure]]:
-    """By row its ratios of traffic and of memory, where there are both."""
+    """Ratios of traffic and of memory by row, where both are known."""
     found = {figure.name: figure for figure in figures}
     names = (name.removeprefix("traffic, ") for name in found if name.startswith("traffic, "))
     return {n: (found[f"traffic, {n}"], found[f"memory, {n}"]) for n in names if f"memory, {n}" in found}

@@ -66,12 +66,12 @@ class Figure:
 
 
 def number(value: float) -> str:
-    """As a table shows it, in three digits."""
+    """The value in three digits, as tables show it."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, ...]:
-    """Of each pair."""
+    """The ratio of each pair."""
     return tuple(a / b for a, b in zip(above, below, strict=True))
 
 
@@ -94,7 +94,7 @@ Sections = dict[str, Section]  # by name
 
 
 def to_json(sections: Sections) -> dict[str, Any]:
-    """As bench.json has it: with median, lowest and highest value beside the values."""
+    """The JSON of bench.json: the values with their median, minimum and maximum."""
     return {
         name: {
             "stamp": asdict(section.stamp),

@@ -13,7 +13,7 @@ BLOCKS, BATCHES, STEPS = 5, 100, 20
 
 
 def measure(bench: Bench) -> Iterator[Figure]:
-    """How many batches are made in the time of a step, in blocks of 100 one after the other."""
+    """Number of batches made in the time of a step, in blocks of 100 one after the other."""
     bench.say(f"{STEPS} steps of the default config on one device")
     line = ["--steps", str(WARM_UP + STEPS), "--mesh", "1x1", *bench.on]
     step = train("jaxdist", line, bench.folder / "inputs").step

@@ -30,7 +30,7 @@ class Run:
 
     @property
     def seconds(self) -> list[float]:
-        """Of each step after the warm-up."""
+        """Seconds of each step after the warm-up."""
         return [record["step_seconds"] for record in read_metrics(self.path)[WARM_UP:]]
 
     @property

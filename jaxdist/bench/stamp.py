@@ -77,7 +77,7 @@ class Others:
 
 
 def machine(device: str) -> Machine:
-    """This one."""
+    """Facts of this machine."""
     return Machine(
         cores=os.cpu_count(),
         cpu=cpu(),
@@ -94,7 +94,7 @@ def gpus() -> tuple[str, ...]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Versions of the installed packages."""
     found = {}
     for name in VERSIONS:
         try:
@@ -105,7 +105,7 @@ def versions() -> dict[str, str]:
 
 
 def cpu() -> str:
-    """Its name, as Linux tells it."""
+    """The processor's name, from Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -36,7 +36,7 @@ def starts(bench: Bench) -> Iterator[Figure]:
 
 
 def stages(figures: Sequence[Figure]) -> dict[str, tuple[Figure, ...]]:
-    """By stage its seconds in either kind of start, where there are both."""
+    """Seconds of each stage in both kinds of start, where both are known."""
     found = {figure.name: figure for figure in figures}
     both = {stage: [f"{kind}: {stage}" for kind in KINDS] for stage in STAGES}
     return {stage: tuple(found[n] for n in names) for stage, names in both.items() if found.keys() >= {*names}}

@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose complaints are ConfigErrors, so that every bad input ends the same way."""
 
     def format_help(self) -> str:
-        """With what each config field says of itself."""
+        """Include the documentation of each config field."""
         documented = fields()
         for action in self._actions:
             if action.dest in documented:

@@ -1,7 +1,8 @@
-"""What settings are called by torch, Lightning, Hugging Face, DeepSpeed, Megatron, MaxText and torchtitan, and here.
+"""Names of settings in torch, Lightning, Hugging Face, DeepSpeed, Megatron, MaxText and torchtitan, and their fields
+here.
 
-A name or value of theirs is not accepted, since it may count something else; the error says what it is here, or that
-there is nothing like it.
+Their names and values are not accepted, since they may count something else; the error gives the field here, or says
+that there is none.
 """
 
 import re
@@ -299,9 +300,9 @@ def value_told(field: str, value: Any, choices: Iterable[str] = ()) -> str | Non
 
 
 def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Mapping[str, str]) -> str | None:
-    """What an unknown `flag`, as --lr, is here, in a sentence; None where that is not known.
+    """A sentence that gives the flag here for an unknown `flag`, as --lr; None where there is none.
 
-    `value`: what was given with it. `known`: flags of the command; `shortcuts`: their short names -> fields.
+    `value`: its argument. `known`: flags of the command; `shortcuts`: their short names -> fields.
     """
     name = plain(flag.lstrip("-"))
     last = name.rpartition(".")[2]
@@ -320,7 +321,7 @@ def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Ma
 
 
 def field_here(name: str, value: Any) -> str | None:
-    """As `flag_here`, of a key in a config: the field it is here, as a line of TOML where the value is another."""
+    """As `flag_here`, for a key in a config: the field here, as a line of TOML where the value differs."""
     meaning = NAMES.get(plain(name))
     if meaning is None:
         return NOT_HERE_NAMES.get(plain(name))
@@ -333,8 +334,8 @@ def field_here(name: str, value: Any) -> str | None:
 
 
 def _value(meaning: Meaning, value: Any) -> str | None:
-    """What another's `value` (None: not given) is in the field of `meaning`; "" where it is itself, None where it turns
-    off what nothing here turns on."""
+    """The `value` (None: not given) of another program in the field of `meaning`; "" where it is the same, None where
+    it turns off something that nothing here turns on."""
     if meaning.value == "{}":
         return value_here(meaning.field, value) or ""
     if "{}" not in meaning.value and value is not None and plain(value) in NO:

@@ -21,9 +21,9 @@ def check_fetched(start: bytes) -> None:
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
-    """What a JSON file says.
+    """Content of a JSON file.
 
-    Raises OSError, and ValueError for what is not a file (a pipe would be waited for), too long, or not to be parsed.
+    Raises OSError, and ValueError for a path that is not a file (a pipe would block), is too long, or cannot be parsed.
     """
     return parse(read_bytes(path, most))
 

@@ -35,7 +35,7 @@ class DataSource:
     open: Reference | None = None
     """The function (data section, model section) -> `jaxdist.data.Dataset`, which raises ConfigError."""
     files: bool = False
-    """Whether `data.path` is one of files, which becomes absolute; else it stays as it is given."""
+    """Whether `data.path` names files: then it becomes absolute, else it stays unchanged."""
 
 
 SOURCES: Registry[DataSource] = Registry("data source", DataSource)
@@ -50,7 +50,7 @@ SOURCES.register(DataSource("files", "jaxdist.data.dataset:open_files", files=Tr
 
 
 class Data(Section):
-    """Where tokens or images come from. The batch of a step depends on these fields, the seed and the step alone."""
+    """Source of tokens or images. The batch of a step depends on these fields, the seed and the step alone."""
 
     source: Annotated[str, OneOf(SOURCES)] = "files"
     """files, or a data source that a plugin registers; what the other fields mean there is said by the plugin."""

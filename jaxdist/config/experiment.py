@@ -41,7 +41,7 @@ from jaxdist.config.strategies import STRATEGIES
 
 
 class Train(Section):
-    """How long and how much at once."""
+    """Length of training and size of a batch."""
 
     steps: CountOrZero = 300
     """Number of optimizer steps. 0: write the starting weights as checkpoint 0."""

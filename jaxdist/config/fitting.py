@@ -1,4 +1,4 @@
-"""Which sizes of a decoder its mesh divides, and the changes after which it divides all of them at once.
+"""Sizes of a decoder that its mesh divides, and the changes after which it divides all of them at once.
 
 A message that names one size alone leads in circles: heads that the mesh divides may not divide the width.
 """

@@ -45,7 +45,7 @@ class Section(pydantic.BaseModel):
     @classmethod
     @cache
     def docstrings(cls) -> dict[str, str]:
-        """Those of its fields and of what it inherits, from the source. Pydantic would read it at every start."""
+        """Docstrings of the fields, inherited ones too, from the source. Pydantic would read it at every start."""
         found: dict[str, str] = {}
         for table in (table for table in reversed(cls.__mro__) if issubclass(table, Section)):
             try:
@@ -109,7 +109,7 @@ class Model(Section):
         return (sequence,)
 
     def describe(self) -> str:
-        """Its sizes in a few words."""
+        """The sizes of the model in a few words."""
         return f"{self.layers} layers, D {self.dim}, V {self.vocab}"
 
     def describe_rows(self, sequence: int) -> str:
@@ -156,7 +156,7 @@ class Decoder(Model):
         return f"{self.layers} layers, D {self.dim}, H {self.heads}, F {self.hidden}, V {self.vocab}"
 
     def keys(self, times: int) -> float:
-        """How many keys a query of a sequence sees under the causal mask, the mean over its times: half of them."""
+        """Mean number of keys that a query of a sequence sees under the causal mask: half of them."""
         return times / 2
 
     @model_validator(mode="after")

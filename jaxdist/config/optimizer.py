@@ -58,7 +58,7 @@ class UpdateRule:
     coupled: bool = False
     """Whether weight decay is added to the gradient (L2), and not to the update."""
     squares: tuple[str, ...] = ()
-    """Those of `states` that are means of squares, and so never below zero."""
+    """The `states` that are means of squares, and so never below zero."""
     stateless: Callable[["Optimizer"], bool] = lambda o: False
     """Whether it keeps nothing under these settings."""
     traffic: Reference | None = None

@@ -1,4 +1,4 @@
-"""How the work is laid out over devices: the mesh, the strategy, and how each axis works."""
+"""Layout of the work over devices: the mesh, the strategy, and settings of each axis."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def _schedule(value: Any) -> Any:
 
 
 class Parallel(Section):
-    """How the work is laid out over devices."""
+    """Layout of the work over devices."""
 
     mesh: str = "1x1"
     """Device mesh: data-parallel × tensor-parallel size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: all

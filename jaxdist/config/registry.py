@@ -141,7 +141,7 @@ class Family:
     name: str
     """Value of `model.family`."""
     config: type[Model]
-    """Its model section: a class with `family: Literal[name]`. Imports no framework."""
+    """The model section: a class with `family: Literal[name]`. Imports no framework."""
     model: Reference
     """The class of its flax module, which is built from a config."""
     tables: Reference = field(default_factory=dict)

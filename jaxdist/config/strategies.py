@@ -8,7 +8,7 @@ from jaxdist.config.registry import BUILT_IN, Registry, registrant
 
 @dataclass(frozen=True)
 class Strategy:
-    """Which of the three copies of the model are sharded over `fsdp`; the others are whole on each of its devices.
+    """The copies of the model, of three, that are sharded over `fsdp`; the others are whole on each of its devices.
 
     torch has DDP and ZeroRedundancyOptimizer where parameters and gradients are whole, else FSDP2.
     """

@@ -91,7 +91,7 @@ def convert(a: Any) -> None:
 
 
 class Target(NamedTuple):
-    """How a conversion is written to a path, what holds of what lies there then, and what is checked before."""
+    """Writing of a conversion to a path, with the checks before and the verification after."""
 
     write: Callable[[Path, Any], None]
     verify: Callable[[Path, Any], Iterator[str]]
@@ -346,7 +346,7 @@ def inspect(source: Path, as_json: bool) -> None:
 
 
 def described(source: Path) -> tuple[str, str, Leaves]:
-    """Its kind, what that is in words, and its tensors. Raises ConfigError."""
+    """The kind of the source, its description, and its tensors. Raises ConfigError."""
     if kind_at(source) is None and is_tree(source):
         tensors = source.is_file() or holds_tensors(source)
         kind, title = ("safetensors", "safetensors") if tensors else ("pytree", "pytree of Orbax")

@@ -55,7 +55,7 @@ class Origin:
     init: bool = False  # whether a run began with these weights, and its own have another dtype by its precision
 
     def said(self) -> dict[str, Any]:
-        """Its plain values, of which `Said` is made again."""
+        """Plain values of the origin, from which `OriginFields` is read."""
         return {name: getattr(self, name) for name in OriginFields.model_fields}
 
     @property
@@ -160,7 +160,7 @@ class Content:
         return replace(self.origin, buffers={self.origin.names.get(n, n): leaf for n, leaf in found.items()})
 
     def _parted(self, leaves: Leaves) -> Parts:
-        """Its tensors by what they are; ours are all parameters."""
+        """Tensors of the source by group; ours are all parameters."""
         if self.naming in (OWN, LAYERS):
             return Parts([*leaves], [], None)
         return parted(self.naming, self.experiment.model, leaves)

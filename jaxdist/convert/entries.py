@@ -41,12 +41,12 @@ def entries(naming: str, model: Model, shapes: Mapping[str, Shape] | None = None
 
 
 def trainable(naming: str, model: Model) -> dict[str, Entry]:
-    """Those of which an optimizer keeps something: all but running statistics."""
+    """Parameters with optimizer state: all except running statistics."""
     return trained(entries(naming, model), model)
 
 
 def trained(found: Mapping[str, Entry], model: Model) -> dict[str, Entry]:
-    """Those of the model's tensors."""
+    """Entries of the model's tensors."""
     param_specs = param_specs_of(model)
     return {
         name: entry for name, entry in found.items() if not any(param_specs[ours].statistic for ours, _ in entry.atoms)
@@ -93,7 +93,7 @@ def _own(name: str, shape: Shape) -> Entry:
 
 
 def _entry(tensor: Stored, model: Model) -> Entry:
-    """How the atoms of one of their tensors lie in it."""
+    """Layout of the atoms in one of their tensors."""
     row, size = tensor.row, len(tensor.row.ours)
     if EXPERTS in row.ours[0]:
         experts = len(tensor.atoms) // size

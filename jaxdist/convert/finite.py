@@ -10,8 +10,8 @@ EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "floa
 
 
 def bad_values(array: np.ndarray, name: str = "") -> BadValues | None:
-    """How many there are and which comes first; None where there are none, as in arrays of whole numbers. A tensor's
-    `name` tells whether it is a mean of squares, as `is_square` knows."""
+    """Number of bad values and the first of them; None without any, as in arrays of integers. A tensor's `name` tells
+    whether it is a mean of squares, as `is_square` knows."""
     if array.dtype.name not in EXPONENTS:
         return None
     if not all(_finite(block) for block in _blocks(array)):
@@ -32,7 +32,7 @@ def _blocks(array: np.ndarray) -> list[np.ndarray]:
 
 
 def _finite(block: np.ndarray) -> bool:
-    """By bits: of 16 bits numpy has no fast arithmetic."""
+    """Compare bits: numpy has no fast arithmetic in 16 bits."""
     exponent = np.array(EXPONENTS[block.dtype.name], f"u{block.itemsize}")
     return bool((block.view(exponent.dtype) & exponent).max() != exponent)
 

@@ -87,7 +87,7 @@ def is_folder(target: Path) -> bool:
 
 
 def other_checkpoints(target: Path) -> Iterator[str]:
-    """Those of a run besides its newest, and those that were set aside."""
+    """Checkpoints of a run besides its newest, and those that were set aside."""
     checkpoints = target / FOLDER
     for entry in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else ():
         if OTHER_CHECKPOINT.fullmatch(entry.name) and entry.name != str(newest(checkpoints)):

@@ -50,7 +50,7 @@ def begin(path: Path, content: Content) -> RunFolder:
 
 
 def origin_of(checkpoint: Path) -> Origin:
-    """Where the weights of a run came from, as far as the run folder around `checkpoint` knows."""
+    """Origin of a run's weights, as far as the run folder around `checkpoint` records it."""
     run = run_of(checkpoint)
     if run is None or not (directory := run / ORIGIN).exists():
         return Origin()

@@ -91,7 +91,7 @@ class Resharder(ABC):
 
     @cached_property
     def units(self) -> dict[str, list[ConversionUnit]]:
-        """Those of each group."""
+        """Units of each group."""
         return {group: units(self.sources(group), self.targets(group)) for group in self.source_groups}
 
     @cached_property

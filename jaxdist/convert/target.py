@@ -133,7 +133,7 @@ def no_run_in(target: Path) -> Iterator[None]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Those that hold nothing, the innermost first."""
+    """Empty folders, the innermost first."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()

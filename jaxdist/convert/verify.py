@@ -204,7 +204,7 @@ def apart(here: np.ndarray, there: np.ndarray, each: bool = False) -> float:
 
 
 def shared(models: Sequence[Model]) -> int | None:
-    """How many tokens all of the models have: new ones may have been added; None of models of images."""
+    """Number of tokens that all of the models have, as new ones may have been added; None for image models."""
     return min((model.vocab for model in models if isinstance(model, Decoder)), default=None)
 
 

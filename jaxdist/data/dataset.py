@@ -144,11 +144,11 @@ class Dataset(ABC):
 
     @abstractmethod
     def target_tokens(self, after: int, until: int, size: int, seed: int) -> int:
-        """How many tokens (or images) of the training steps `after` + 1 to `until` have a target that counts: what is
-        padding has none, and neither has a document's last token. Nothing is read of the files."""
+        """Number of tokens (or images) of the training steps `after` + 1 to `until` with a target that counts: padding
+        has none, nor has a document's last token. Reads no file."""
 
     def sequences(self, split: Split) -> int:
-        """How many sequences one epoch of the split has."""
+        """Number of sequences in one epoch of the split."""
         return self._splits[split][1]
 
     def table(self, train: Train) -> dict[str, str]:
@@ -194,7 +194,7 @@ class Dataset(ABC):
         return self._read(self._rows((step - 1) * size + np.arange(size, dtype=np.int64)[rows], size, seed, split))
 
     def pass_over(self, split: Split, step: int, size: int, rows: slice | NDArray = slice(None)) -> Any:
-        """As `batch`, for one pass over the split, in which each row counts once: those that fill up the last batch
+        """Like `batch`, for one pass over the split, in which each row counts once: rows that fill up the last batch
         have IGNORED targets. Needs `passes(split, size)` steps."""
         batch = self.batch(step, size, 0, split=split, rows=rows)
         batch.targets[np.arange(size)[rows] >= self.sequences(split) - (step - 1) * size] = IGNORED
@@ -219,7 +219,7 @@ class Dataset(ABC):
         return first + self._shuffled(place % count, count, seed, epoch)
 
     def _shuffled(self, place: NDArray[np.int64], count: int, seed: int, epoch: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of `count` rows are met at these places [B] of these epochs [B]."""
+        """The rows, of `count`, at these places [B] of these epochs [B]."""
         return permute(place, count, seed, epoch) if self._data.shuffle else place
 
 
@@ -311,7 +311,7 @@ class Sequences(Dataset):
         return int(full + (count - self._before[document]) * self._data.sequence)
 
     def _found(self, sequence: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where in the stream sequences [B] begin, and how many ids, at most T + 1, each has."""
+        """Starts of sequences [B] in the stream, and their numbers of ids, at most T + 1."""
         T = self._data.sequence
         document = np.searchsorted(self._before, sequence, side="right") - 1
         start = self._starts[document] + (sequence - self._before[document]) * T

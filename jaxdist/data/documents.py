@@ -81,8 +81,8 @@ def start_of(file: Path) -> Start:
 
 
 def text_start(file: Path, field: str) -> Start:
-    """How a file begins that is text by its name. Raises ConfigError as `start_of`, and for JSON and for CSV with a
-    column `field`, which is data.text_field, unless that is empty."""
+    """First characters of a file that is text by its name. Raises ConfigError as `start_of`, and for JSON and for CSV
+    with a column `field`, which is data.text_field, unless that is empty."""
     start = start_of(file)
     if not field or not is_plain(file):
         return start
@@ -339,7 +339,7 @@ def _is_record(line: bytes) -> bool:
 
 
 def _keys(record: dict[str, Any]) -> list[str]:
-    """Its keys, with those of nested records after a dot."""
+    """Keys of a record, with those of nested records after a dot."""
     return [
         f"{name}.{inner}" if inner else name
         for name, value in record.items()

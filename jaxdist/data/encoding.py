@@ -78,7 +78,7 @@ def make_encoder(name: str, end_of_text: str) -> Encoder:
 
 
 def _made_from(file: Path) -> str:
-    """How to make a tokenizer.json from older formats in the folder of `file`; empty without any."""
+    """Instructions to make a tokenizer.json from older formats in the folder of `file`; empty without any."""
     older = [name for name in OLDER_TOKENIZERS if file.with_name(name).is_file()]
     others = [*file.parent.glob("*.tiktoken"), *file.parent.glob("tekken.json")] if file.parent.is_dir() else []
     if file.with_name("tokenizer.json").is_file() or not (older or others):

@@ -238,7 +238,7 @@ def kind_of(file: Path) -> str:
 
 
 def _ending(file: Path) -> str:
-    """That of its name without how it is packed."""
+    """The kind of a file by its name, without the suffix of a packer."""
     return (Path(file.stem) if file.suffix.lower() in PACKED else file).suffix.lower()
 
 

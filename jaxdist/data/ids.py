@@ -82,7 +82,7 @@ class Located(NamedTuple):
 
 @lru_cache(maxsize=OPEN_FILES)
 def mapped(part: Mapped) -> NDArray:
-    """Its ids."""
+    """The ids of the file."""
     return np.memmap(part.file, part.dtype, "r", part.offset, (part.size,))
 
 
@@ -270,7 +270,7 @@ def _headed(file: Path, header: Header, dtype: str, otherwise: str) -> ConfigErr
 
 
 def _alike(found: Sequence[Located | None]) -> str:
-    """How to write the ids of files of several types in the widest of these."""
+    """Instructions to write the ids of files of several types in the widest of these."""
     parts = [located.part for located in found if located]
     widest = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     ways = {}

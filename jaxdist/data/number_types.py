@@ -63,7 +63,7 @@ def certain_type(content: bytes, vocab: int, readable: bool) -> str | None:
 
 
 def _bits(ids: NDArray[np.float64], dtype: np.dtype, vocab: int) -> float:
-    """How many bits of these numbers of type `dtype` are zero because they are ids of `vocab`, not by chance."""
+    """Number of bits of these numbers of type `dtype` that are zero because they are ids of `vocab`, not by chance."""
     if dtype.kind != "f" and dtype.itemsize > 2:
         return len(ids)  # at least one each: before every other number of half the size is a zero
     different = np.unique(ids)

@@ -7,7 +7,7 @@ ROUNDS = 8
 
 
 def permute(index: NDArray[np.int64], n: int, seed: int, epoch: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where the permutation of range(n) named by (seed, epoch) sends each index; index and epoch are [B].
+    """Image of each index under the permutation of range(n) given by (seed, epoch); index and epoch are [B].
 
     A balanced Feistel network over the smallest even number of bits that holds n, so over fewer than 4n
     numbers (4 for n = 1); what lands outside range(n) goes through again until it is inside. This is the

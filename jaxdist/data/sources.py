@@ -175,7 +175,7 @@ def _earlier(
 
 
 def _locate(files: Files, data: Data, vocab: int, library: bool) -> Sequence[Located | None]:
-    """Where each file has its ids, or None where it must be encoded; empty where all must be."""
+    """Place of each file's ids, or None where it must be encoded; empty where all must be."""
     match files.kind:
         case ".bin":
             return locate_bins(files.all, data.bin_dtype, vocab)

@@ -77,7 +77,7 @@ def cross_entropy_of_chunks(x_BTD: jax.Array, kernel_DV: jax.Array, targets_SN: 
 
 
 def valid(nats: jax.Array, targets: jax.Array) -> jax.Array:
-    """Their sum, but of IGNORED targets."""
+    """The sum of cross-entropies, without IGNORED targets."""
     return jnp.sum(jnp.where(targets == IGNORED, 0, nats))
 
 

@@ -26,7 +26,7 @@ def refusal(path: Path) -> ConfigError:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Its adapter_config.json. Raises ConfigError."""
+    """The adapter_config.json. Raises ConfigError."""
     try:
         found = read_json(path / CONFIG)
     except (OSError, ValueError) as error:

@@ -256,7 +256,7 @@ class Zero(Saved):
 
     @property
     def ranks(self) -> int:
-        """How many share each tensor."""
+        """Number of ranks that share each tensor."""
         return len(self.states)
 
     @property
@@ -300,7 +300,7 @@ class Zero(Saved):
         return self.gathered(self.masters)
 
     def buffers(self) -> dict[str, Leaf]:
-        """Those of the model. Raises ConfigError."""
+        """Shapes of the model. Raises ConfigError."""
         names, module = self.model.get("buffer_names") or (), self.module
         there = {name: module[name] for name in names if name in module}
         return {name: self.reader.leaf(self.model_files[0], name, tensor) for name, tensor in there.items()}

@@ -14,7 +14,7 @@ RANGES = ("float16", "bfloat16", "float32", "float64")  # by their largest numbe
 
 @dataclass(frozen=True)
 class BadValues:
-    """How many of a tensor's `size` values cannot be, and the first of them with its index."""
+    """Number of invalid values among a tensor's `size` values, and the first of them with its index."""
 
     count: int
     size: int

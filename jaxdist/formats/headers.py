@@ -28,7 +28,7 @@ class Header(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the bytes of a tensor begin."""
+    """Offset of a tensor's bytes."""
 
     file: Path
     start: int

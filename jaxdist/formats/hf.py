@@ -26,7 +26,7 @@ def read_model(path: Path) -> Model:
 
 
 def read_folder(path: Path) -> tuple[Model, list[str]]:
-    """That model, and notes on the file: see `notes_on`. Raises ConfigError."""
+    """The model of a file, and notes on it: see `notes_on`. Raises ConfigError."""
     file = path / "config.json"
     try:
         settings = read_json(file)
@@ -66,7 +66,7 @@ class Readers(NamedTuple):
 
 
 def readers() -> Readers:
-    """Those of the registered families."""
+    """Model types of the registered families."""
     types: dict[str, tuple[str, ModelType]] = {}
 
     def read(family: str) -> HuggingFace | None:

@@ -38,7 +38,7 @@ HONOURED, NONE = Decision(Effect.HONOURED), Decision(Effect.NONE)
 
 
 def fixed(*values: Any) -> Decision:
-    """One of these, or refused."""
+    """Value must be one of these, else it is refused."""
     return Decision(Effect.FIXED, values)
 
 
@@ -52,7 +52,7 @@ def each(decision: Decision, names: str) -> dict[str, Decision]:
 
 
 def read(keys: Mapping[str, Key]) -> dict[str, Decision]:
-    """Those of which a field of ours is read."""
+    """Settings from which a field of ours is read."""
     return dict.fromkeys((key.name for key in keys.values()), HONOURED)
 
 

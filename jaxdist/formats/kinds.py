@@ -19,7 +19,7 @@ class CheckpointKind:
     name: str
     """Value of --to, where it is written."""
     title: str
-    """Its name in messages, after an article."""
+    """The name in messages, after an article."""
     recognizes: Reference | None = None
     """The function (path) -> whether such a checkpoint is there."""
     find: Reference | None = None

@@ -50,7 +50,8 @@ ToLeaf = Callable[[Path, str, Any], Leaf]
 
 
 class Reader(NamedTuple):
-    """How a side reads what is not numpy's. What `load` gives has tensors of the side's own, which `leaf` takes.
+    """Functions of a side that read what numpy cannot. `load` returns a tree with the side's own tensors, which `leaf`
+    takes.
 
     `load`: the tree that a file of `torch.save` holds. `leaf`: a tensor of such a tree, given its file and name.
     `distributed`: the weights in a folder of torch.distributed.checkpoint. `shapes`: those of a model's parameters, as

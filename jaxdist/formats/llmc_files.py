@@ -52,8 +52,8 @@ def sections(path: Path) -> dict[str, dict[str, Any]]:
 
 
 class State(NamedTuple):
-    """What the state beside a model file keeps after `step` steps: its `groups` are moments and, where there are some,
-    float32 master weights as PARAMETERS. They are empty where several `processes` shared them."""
+    """The state file next to a model file after `step` steps: its `groups` are moments and, if any, float32 master
+    weights as PARAMETERS. They are empty where several `processes` shared them."""
 
     file: Path
     step: int
@@ -86,7 +86,7 @@ def weights(path: Path, model: Model, reader: Reader) -> Leaves:
 
 
 def _shapes_of(model: Model, reader: Reader) -> dict[str, Shape]:
-    """Those of the tensors, by nanoGPT's names."""
+    """Shapes of the tensors, by nanoGPT's names."""
     return {name: tensor.shape for name, tensor in stored(NAMING, model, reader.shapes(model)).items()}
 
 

@@ -30,7 +30,7 @@ def told(path: Path, tree: Any) -> Experiment | None:
 
 
 def notes(path: Path, tree: Any) -> list[str]:
-    """Notes on a file whose experiment is `told`."""
+    """Notes on a file whose experiment is known."""
     return nanogpt.notes(path, tree) if nanogpt.is_nanogpt(tree) and not is_own(tree) else []
 
 

@@ -51,7 +51,7 @@ def as_named_by_transformers(family: str, entries: Mapping[str, Shaped]) -> Tabl
 
 
 def _lying(table: Table, names: Mapping[str, str], entries: Mapping[str, Shaped]) -> int:
-    """How many matrices of several parameters, which have more outputs than inputs, lie as in the table."""
+    """Number of matrices of several parameters, with more outputs than inputs, that are laid out as in the table."""
     fused = {kind(row.theirs): row.transpose for row in table.rows if len(row.ours) > 1}
     shapes = [(fused[kind(full)], entries[name].shape) for full, name in names.items() if kind(full) in fused]
     return sum(transpose == (shape[0] > shape[1]) for transpose, shape in shapes if len(shape) == 2)
@@ -96,8 +96,8 @@ def outer(names: Iterable[str], table: Table) -> str:
 
 
 def renaming(names: Mapping[str, str], naming: str, model: Model) -> Callable[[str], str]:
-    """How to turn another list's names for the same parameters, an optimizer's or an average's, into full ones, of
-    which `names` says what the weights' file calls them."""
+    """The function from another list's names of the same parameters, an optimizer's or an average's, to full names;
+    `names`: full name -> name in the weights' file."""
     table, entries = table_of(naming, model), {plain(name): full for full, name in names.items()}
     return lambda name: entries.get(plain(name)) or table.full_name(plain(name))
 

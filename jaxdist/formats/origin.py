@@ -85,7 +85,7 @@ def keep(run: Path, found: CompanionFiles) -> None:
 
 
 def _dtype(folder: Path) -> str:
-    """That of all weights of a folder: by their headers, or by its config.json where they are in other files."""
+    """The dtype of all weights of a folder: from their headers, or from config.json where they are in other files."""
     if any(folder.glob("*.safetensors")):
         dtypes = {header.dtype for header in Headers(folder).headers.values() if "int" not in header.dtype}
         return dtypes.pop() if len(dtypes) == 1 else ""

@@ -72,8 +72,8 @@ def _foreign(path: Path) -> ConfigError | None:
 
 
 def several(path: Path, holds: Callable[[Path], object]) -> ConfigError | None:
-    """The error of a folder of checkpoints, as trainers leave one every so many steps: it names the last by the number
-    of its name. None where no folder in it `holds` one."""
+    """The error of a folder of checkpoints, as trainers leave them: it names the last by the number in its name. None
+    where no folder in it `holds` one."""
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
     if not (found := [folder for folder in folders if holds(folder)]):
         return None
@@ -123,7 +123,7 @@ OF_TREES = ("_METADATA", "*/_METADATA", "manifest.ocdbt", "*/manifest.ocdbt", "m
 
 
 def mapped(path: Path) -> str:
-    """How a tree of arrays that another program wrote is read, for the end of a message; empty of all else."""
+    """Advice for a tree of arrays that another program wrote, for the end of a message; else empty."""
     if not path.is_dir() or not any(next(path.glob(pattern), None) for pattern in OF_TREES):
         return ""
     return (

@@ -58,7 +58,8 @@ def kind_at(path: Path) -> str | None:
 
 
 def _looked_at(path: Path) -> tuple[str | None, list[ConfigError]]:
-    """That kind, and the errors of kinds before it whose `recognizes` is broken. Raises ConfigError as `kind_at`."""
+    """The kind of a source, and the errors of kinds before it whose `recognizes` is broken. Raises ConfigError as
+    `kind_at`."""
     errors: list[ConfigError] = []
     for name in KINDS:
         try:
@@ -103,11 +104,11 @@ def sibling(path: Path, part: str) -> Path:
 
 @dataclass(frozen=True)
 class Found:
-    """The weights of a source by the names that it has for them.
+    """The weights of a source, under its own names.
 
-    `told`: the experiment that the source tells, None where it does not say what model it is. `rows`: whether such a
-    source may have fewer tokens than are wanted. `files`: reads the config.json and
-    tokenizer that belong to it, where they do not lie in its own folder. `notes`: what is to be said of it.
+    `told`: the experiment of the source, None where it does not state its model. `rows`: whether such a source may have
+    fewer tokens than are wanted. `files`: reads its config.json and tokenizer, where they are not in its own folder.
+    `notes`: lines to print about it.
     """
 
     path: Path

@@ -50,7 +50,7 @@ def scalar(dtype: Dtype, raw: bytes) -> Any:
 
 
 def no_bytes() -> bytes:
-    """Those of an empty array, which Python's second protocol of pickles writes as `bytes()`."""
+    """The bytes of an empty array, which Python's second protocol of pickles writes as `bytes()`."""
     return b""
 
 

@@ -1,4 +1,4 @@
-"""Which tensor of a file is which parameter: a table per naming and family, read in both directions by both sides.
+"""Tables from tensors of a file to parameters, one per naming and family, read in both directions by both sides.
 
 Parameters of jaxdist are stacked: all layers along the first axis, L, experts along the second, E. What every naming
 shares are the *atoms*: one layer of one parameter, and of experts one of them. A tensor of a naming holds one atom or
@@ -22,7 +22,7 @@ EXPERTS = ".experts."  # what those have in their names that are stacked by expe
 
 
 def stack_depth(name: str) -> int:
-    """How many leading axes of a parameter of ours are stacks: of layers, then of experts."""
+    """Number of leading axes of a parameter of ours that are stacks: of layers, then of experts."""
     return 2 if EXPERTS in name else int(name.startswith(STACKED))
 
 

@@ -65,7 +65,7 @@ def only(value: Any) -> Any:
 
 
 def part(tree: Any, keys: tuple[str, ...]) -> dict[Any, Any]:
-    """That dict; empty where there is none."""
+    """The dict; empty without one."""
     found = only(tree.get(key_of(tree, keys))) if isinstance(tree, dict) else None
     return found if isinstance(found, dict) else {}
 
@@ -82,7 +82,7 @@ def inside(node: Any) -> Collection[Any]:
 
 
 def tensors_of(tree: Any) -> list[Any]:
-    """Those of a tree, in its order."""
+    """Tensors of a tree, in its order."""
     return [tree] if is_tensor(tree) else [tensor for node in inside(tree) for tensor in tensors_of(node)]
 
 
@@ -112,8 +112,8 @@ def walked(tree: Any) -> Any:
 
 
 def dtype_of(path: Path, name: str, tensor: Any) -> np.dtype:
-    """That of a tensor's numbers, by numpy. Raises ConfigError for one that numpy does not know, and for a tensor that
-    is larger than its file, which shows few numbers many times."""
+    """numpy's dtype of a tensor. Raises ConfigError for one that numpy does not know, and for a tensor that is larger
+    than its file, which shows few numbers many times."""
     import ml_dtypes  # noqa: F401 - names bfloat16 and float8 for numpy
 
     try:

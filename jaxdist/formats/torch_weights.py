@@ -9,7 +9,7 @@ from jaxdist.formats.torch_files import state_dict
 
 
 def weights_of(path: Path, tree: Any, leaf: ToLeaf) -> dict[str, Leaf]:
-    """Those in the tree that the file `path` holds, under its names. Raises ConfigError where there are none."""
+    """Weights in the tree of the file `path`, under its names. Raises ConfigError where there are none."""
     tensors = {name: leaf(path, name, tensor) for name, tensor in state_dict(tree).items()}
     if not tensors:
         raise no_model(path)
@@ -17,5 +17,5 @@ def weights_of(path: Path, tree: Any, leaf: ToLeaf) -> dict[str, Leaf]:
 
 
 def weights_in(path: Path, reader: Reader) -> dict[str, Leaf]:
-    """Those of the file `path`. Raises ConfigError."""
+    """Weights of the file `path`. Raises ConfigError."""
     return weights_of(path, reader.load(path), reader.leaf)

@@ -19,7 +19,7 @@ MOST_BYTES = 100_000_000  # of a pickle: of half a million tensors
 
 
 class Place(NamedTuple):
-    """Where bytes lie in a file."""
+    """A range of bytes in a file."""
 
     start: int
     size: int
@@ -58,7 +58,7 @@ def is_zip(path: Path) -> bool:
 
 
 def begin_of(file: IO[bytes], record: zipfile.ZipInfo) -> int:
-    """Where the bytes of a record begin, by its own header. Raises ValueError."""
+    """Offset of a record's bytes, by its own header. Raises ValueError."""
     file.seek(record.header_offset)
     head = file.read(struct.calcsize(HEADER))
     if len(head) < struct.calcsize(HEADER) or not head.startswith(BEGIN):
@@ -83,8 +83,8 @@ def records(file: IO[bytes]) -> dict[str, Place]:
 
 
 def storage_of(places: Mapping[str, Place], key: Any, dtype: str, itemsize: int, count: Any) -> Place:
-    """Where the numbers of a storage lie, of which a pickle says this. Raises ValueError where its record is missing,
-    or holds fewer: behind its end lie those of others."""
+    """Place of a storage that a pickle describes so. Raises ValueError where its record is missing, or holds fewer
+    numbers: behind its end lie those of others."""
     there = places.get(f"{STORAGES}{key}") if type(key) is str else None
     if type(count) is not int or not there or not 0 <= count * itemsize <= there.size:
         has = f"{there.size:,} bytes" if there else "none"

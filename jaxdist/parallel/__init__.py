@@ -1,4 +1,5 @@
-"""How arrays lie on a mesh, and what its devices send: sharding, collectives, context, experts, pipeline.
+"""Placement of arrays on a mesh, and communication between its devices: sharding, collectives, context, experts,
+pipeline.
 
 Imports `config`, `runtime`, `ops`. It knows no family of models.
 """

@@ -3,7 +3,7 @@
 Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which mesh
 axes it differs, and the transpose of each operation is the communication of the backward pass. Costs are bytes that a
 device sends with ring algorithms; n is the size of the axis, w and x the bytes of the whole weight or activation. What
-a strategy shards over fsdp it shards over expert and context too, but for experts, which expert has given out already.
+a strategy shards over fsdp it shards over expert and context too; experts are split over `expert` already.
 
 | verb | forward | backward |
 |---|---|---|
@@ -70,7 +70,7 @@ def to_local_ids(index: jax.Array, size: int) -> jax.Array:
 
 
 def mask_local_vocab(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Which of `index` are within this device's part of the vocabulary, of `size`; and there themselves, else 0."""
+    """Mask of the `index` within this device's part of the vocabulary, of `size`, and their local ids, else 0."""
     mine = (index >= 0) & (index < size)
     return mine, jnp.where(mine, index, 0)
 
@@ -123,7 +123,7 @@ _whole.defvjp(_whole_forward, _whole_backward)
 
 
 class Context(Protocol):
-    """How a sequence is split over the mesh axis `context` (`parallel/context.py`). n: the size of the axis."""
+    """Split of a sequence over the mesh axis `context` (`parallel/context.py`). n: the size of the axis."""
 
     def order(self, length: int, n: int) -> np.ndarray:
         """The times [T] in the order in which the devices hold them, equally many each."""
@@ -142,7 +142,7 @@ Rows = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Stages(Protocol):
-    """How a stack of blocks is split over the mesh axis `pipeline` (`parallel/pipeline.py`)."""
+    """Split of a stack of blocks over the mesh axis `pipeline` (`parallel/pipeline.py`)."""
 
     def __call__(self, blocks: Callable[[X], X], x: X) -> X:
         """`x` after all stages; `blocks` are this device's."""
@@ -162,7 +162,7 @@ class Routing(NamedTuple):
 
 
 class Dispatch(Protocol):
-    """How tokens come to the experts on the mesh axis `expert`, and back (`parallel/experts.py`)."""
+    """Exchange of tokens with the experts on the mesh axis `expert` (`parallel/experts.py`)."""
 
     def __call__(self, experts: Rows, x_BTD: jax.Array, routing: Routing, context: Context) -> jax.Array:
         """The weighted sum of what a token's k experts make of it; `experts` are this device's, of rows [N, D] sorted
@@ -234,7 +234,7 @@ class Parallel:
         return lax.psum(sums, LOSS_AXES) if self.batch_norm == "global" else sums
 
     def normalized_together(self, count: int) -> int:
-        """How many images these are, of which this device has `count`."""
+        """Number of all images, of which this device has `count`."""
         return count * int(lax.axis_size(LOSS_AXES)) if self.batch_norm == "global" else count
 
     def own_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:

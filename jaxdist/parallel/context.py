@@ -1,4 +1,4 @@
-"""How a sequence is split over the mesh axis `context`: which device has which times, and how they attend.
+"""Split of a sequence over the mesh axis `context`: the times of each device, and their attention.
 
 | row | a device has | attention sends, forward (backward) |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""How tokens come to their experts, which the mesh axis `expert` splits, and back.
+"""Exchange of tokens with their experts, which the mesh axis `expert` splits.
 
 | row | a device sends, forward (backward) | what exceeds an expert's room |
 |---|---|---|
@@ -57,7 +57,7 @@ class Dropless:
 
 
 def places(chosen_BTk: jax.Array, count: int) -> jax.Array:
-    """How many of a sequence went to the same one of `count` experts before [B, T, k]."""
+    """Number of earlier choices of the same one of `count` experts in a sequence [B, T, k]."""
     chosen_BN = chosen_BTk.reshape(len(chosen_BTk), -1)
     until_BNE = jnp.cumsum(jax.nn.one_hot(chosen_BN, count, dtype=jnp.int32), axis=1)
     return jnp.take_along_axis(until_BNE, chosen_BN[..., None], axis=-1).reshape(chosen_BTk.shape) - 1

@@ -1,4 +1,4 @@
-"""Which stage of the mesh axis `pipeline` works on which microbatch when, and what stages send each other.
+"""Schedule of microbatches over the stages of the mesh axis `pipeline`, and the traffic between stages.
 
 S stages of v chunks of L/(Sv) blocks: chunk c of stage s is the (cS + s)-th part of the layers. One formula says when,
 for all schedules: stage s runs the forward pass of chunk c on microbatch gS + j at tick s + (gv + c)S + j, and the
@@ -44,13 +44,13 @@ Carry = tuple[Arrays, jax.Array, Arrays]  # the same, and running statistics
 
 
 class Schedule(Protocol):
-    """In which order the microbatches go through the stages."""
+    """Order in which microbatches pass through the stages."""
 
     def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
         """`start`, zeros and the statistics before, plus the gradients by its slots and the losses of all microbatches
         `parts` [M, ...], as this device has them, and what these have made of the statistics.
 
-        `loss` gives with the one to be differentiated that to be told, and the statistics.
+        `loss` returns the loss to differentiate, with the loss to report and the statistics.
         """
 
     def forward(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
@@ -83,7 +83,7 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class Timetable:
-    """Which microbatch and chunk a stage has in its u-th slot: S stages, v chunks each, M microbatches."""
+    """Microbatch and chunk of a stage in its u-th slot: S stages, v chunks each, M microbatches."""
 
     stages: int
     chunks: int
@@ -144,7 +144,7 @@ def of_first(tree: Any) -> Any:
 
 
 def pick(tree: Any, index: jax.Array) -> Any:
-    """One along the first axis."""
+    """The entry at an index of the first axis."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
 
 
@@ -184,7 +184,7 @@ class Pipeline:
         return parts.swapaxes(0, 1).reshape(-1)
 
     def chunk(self, arrays: Arrays, c: Any) -> Arrays:
-        """Those of one chunk of this stage, and what is outside of the layers."""
+        """Weights of one chunk of this stage, and those outside of the layers."""
 
         def own(a: jax.Array) -> jax.Array:
             size = a.shape[0] // self.table.chunks

@@ -1,4 +1,4 @@
-"""Where every array lies: logical axes -> mesh axes, the table of strategies, and all PartitionSpecs.
+"""Sharding of every array: logical axes -> mesh axes, the table of strategies, and all PartitionSpecs.
 
 A model declares each parameter once, with a logical axis per dimension (`families/layers.py`). The rules below send
 tensor-parallel axes to the mesh axis `tensor`, experts to `expert`, layers to `pipeline` and the residual width to
@@ -48,7 +48,7 @@ BLOCKS = ("layers.", "stages.")  # how the names of parameters begin that are ga
 
 
 class ShardDim(NamedTuple):
-    """How a strategy cuts a parameter: along dimension `dim`, counted from the end, over the mesh axes `axes`.
+    """Split of a parameter by a strategy: along dimension `dim`, counted from the end, over the mesh axes `axes`.
 
     `replicas` are those whose devices use the same pieces for other tokens, or in other stages of a pipeline.
     """
@@ -85,8 +85,8 @@ class ParamSpec:
 
     @cached_property
     def shard_dim(self) -> ShardDim:
-        """Its dimension counts from the end, so that it holds with and without the layer axis. Experts, which `expert`
-        gives to devices already, are cut over the other axes."""
+        """The split by a strategy. The dimension counts from the end, so that it holds with and without the layer axis.
+        Experts, which `expert` gives to devices already, are cut over the other axes."""
         dim = next((i - len(self.axes) for i, axis in enumerate(self.axes) if RULES.get(axis) == "fsdp"), -1)
         replicated = self.statistic or self.axes in [(axis,) for axis in REPLICATED]
         shards = () if replicated else tuple(axis for axis in SHARDS if axis not in self.model_axes)

@@ -1,4 +1,5 @@
-"""The same of the step that would run, compiled from abstract arrays: for GPUs by name, or virtual CPU devices."""
+"""Memory and traffic of the step that would run, compiled from abstract arrays: for GPUs by name, or virtual CPU
+devices."""
 
 import math
 import time

@@ -54,7 +54,7 @@ def within(lines: list[str], looped: bool) -> Iterator[Overlap]:
             under_way[name] = asked[1], ARRAY.findall(shape), []
         elif re.fullmatch(f"({OPS})-done", kind) and operand in under_way:
             op, dtypes, kernels = under_way.pop(operand)
-            # What goes in and what comes out; of a sum that is one.
+            # Inputs and outputs; a sum lists its arrays once.
             arrays = len(dtypes) if op == "all-reduce" else len(dtypes) // 2
             yield Overlap(op, dtypes[0], arrays, looped, len(kernels), sum(map(multiplies, kernels)))
         elif re.fullmatch(OPS, kind):

@@ -84,8 +84,8 @@ class Plan:
 
     @cached_property
     def memory(self) -> dict[str, float]:
-        """By category, at the moment of a step that takes the most; `host` lies in the host's memory, `peak` is all
-        that lies on the device."""
+        """Bytes by category, at the moment of a step that takes the most; `host` lies in the host's memory, `peak` is
+        all that lies on the device."""
         causes, state = self.footprint.peak, dict(self.state)
         host = state.pop("host")
         found = state | {kind: sum(causes.get(name, 0.0) for name in names) for kind, names in KINDS.items()}

@@ -1,4 +1,4 @@
-"""Which mesh, strategy, rematerialization and microbatches to take: all that fit, ranked by their predicted time."""
+"""Choice of mesh, strategy, rematerialization and microbatches: all that fit, ranked by their predicted time."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -244,8 +244,8 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def reasons(plan: Plan) -> list[str]:
-    """Why a plan is as it is, in the terms of those who choose: each choice with what any other would come to, and how
-    that was COMPARED; nothing where there was no choice."""
+    """Reasons for a plan: each choice with the outcome of its alternatives, and how they were COMPARED; nothing without
+    a choice."""
     known, found = facts(plan), []
     for name, choice in CHOICES.items():
         verdicts = [verdict(plan, name, called, values) for called, values in choice.others(plan).items()]
@@ -255,8 +255,8 @@ def reasons(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan, name: str, called: str, values: Container[Any]) -> str:
-    """What it would come to if the setting `name` had one of these values: of the plans that are COMPARED what the
-    fastest takes and holds, or why there is none; empty where that is not known."""
+    """Outcome if the setting `name` had one of these values: time and memory of the fastest of the plans that are
+    COMPARED, or why there is none; empty if unknown."""
     e, hardware, own = plan.experiment, plan.hardware, settings(plan)
     allowed = {axis: (own[axis],) for axis in AXES if axis not in ("data", "fsdp")} | {name: values}
 

@@ -1,4 +1,4 @@
-"""How long a step takes: what a device computes, moves through its memory and sends, at the rates of its hardware.
+"""Time of a step: computation, memory accesses and communication of a device, at the rates of its hardware.
 
 A roofline with a model of the links. Products, attention and everything else are kernels one after the other, each as
 fast as what bounds it; collectives of parameters may run beside them, those of activations wait for each other. The
@@ -75,7 +75,8 @@ class Time:
 
 
 def predict(f: Footprint, total: Mapping[str, float], hardware: Hardware) -> Time:
-    """Of a device that sends `total` bytes, by mesh axis. Raises ConfigError where it has no rate for the dtype."""
+    """Time of a step on a device that sends `total` bytes, by mesh axis. Raises ConfigError for a dtype without a
+    rate."""
     done, flops, sent = f.work, rate(hardware, f.experiment.precision.compute), links(f, total, hardware)
     products, attention = done.products / flops / PRODUCTS, done.attention / flops / ATTENTION
     moved = done.moved / hardware.bandwidth / MOVED

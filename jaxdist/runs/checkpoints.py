@@ -48,7 +48,7 @@ class Damaged(ConfigError):
 
 
 def unfinished(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written, until `publish`."""
+    """Path at which the checkpoint of `step` is written, until `publish`."""
     return checkpoints / f"{step}{UNFINISHED}"
 
 
@@ -254,7 +254,7 @@ def damage(
 
 
 def _entries(folder: Path, files: Any) -> dict[str, Entry]:
-    """By name. Raises what JSON of another form raises."""
+    """Files by name. Raises what JSON of another form raises."""
     entries = {}
     for name, said in files.items():
         (kind,) = CHECKSUMS.keys() & said.keys()

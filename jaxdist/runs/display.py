@@ -46,7 +46,7 @@ def megabytes(count: float) -> str:
 
 
 def microbatches(experiment: Experiment) -> str:
-    """How many a step has, in words."""
+    """Number of tokens or images of a step, in words."""
     count = experiment.train.accumulation
     return f"{count} microbatch{'es' if count > 1 else ''}"
 
@@ -95,8 +95,8 @@ def pace(rates: Mapping[str, Any], counted: str) -> str:
 
 
 def kept(checkpoints: Mapping[str, Any] | None, path: Path | None, step: int = 0) -> str:
-    """Where a run is saved, and which checkpoints are missing. `checkpoints`: as `Saves.summary` gives them; `step`:
-    the last one that was made."""
+    """Folder of a run, and missing checkpoints. `checkpoints`: as `Saves.summary` gives them; `step`: the last one that
+    was made."""
     if path is None:
         return "nothing saved (--output DIR keeps a run)"
     if not checkpoints:

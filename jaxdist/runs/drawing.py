@@ -1,4 +1,4 @@
-"""How figures look, and how they stand in a page: inline SVG with ids of its own and a name for screen readers."""
+"""Style of figures, and their embedding in a page: inline SVG with its own ids and a name for screen readers."""
 
 import io
 import re

@@ -334,7 +334,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def each_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Those one by one: all of a long run take ten times the memory that its log does. Raises ConfigError."""
+    """Records of metrics one by one: all of a long run take ten times the memory of its log. Raises ConfigError."""
     file = path / "metrics.jsonl"
     try:
         yield from parse_metrics(read_bytes(file, MOST_BYTES)) if file.exists() else ()

@@ -27,7 +27,7 @@ SUM = 16  # bytes of XXH3's checksum, with which a file begins
 
 
 def keep_compiled() -> None:
-    """From here on what is compiled is kept, and what was is loaded. To be called before JAX compiles anything.
+    """Keep compiled programs from here on, and load kept ones. Call before JAX compiles anything.
 
     Nothing happens where the user has chosen otherwise, or where no folder can be made: a run goes without. Nor does it
     for one of several processes, of which JAX has the first alone write: it would load, and wait within a collective
@@ -56,7 +56,7 @@ def most() -> float:
 
 
 def user_folder() -> Path:
-    """Where this user's programs lie. Raises RuntimeError where there is no home."""
+    """Folder of this user's programs. Raises RuntimeError where there is no home."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored where it is relative, says its specification
     return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "jaxdist" / "compiled"
 

@@ -1,4 +1,4 @@
-"""Which process of how many this is, by what launchers set in the environment.
+"""Number of this process and of all processes, from the variables that launchers set.
 
 | launcher | how many | which one | where the first one is |
 |---|---|---|---|

@@ -186,7 +186,7 @@ class Silence:
         self.last[rank] = now
 
     def left(self, rank: int) -> None:
-        """It has ended, and says nothing more."""
+        """Mark a process that has ended, and speaks no more."""
         del self.last[rank]
 
     def beats(self, now: float) -> bool:
@@ -199,7 +199,7 @@ class Silence:
         return True
 
     def longest(self, now: float) -> int | None:
-        """One that has been silent for too long."""
+        """A process that has been silent for too long."""
         return next((rank for rank, last in self.last.items() if now - last > SILENT), None)
 
 

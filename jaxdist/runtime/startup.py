@@ -1,4 +1,4 @@
-"""Where the time from the command to the first step goes."""
+"""Phases of the time from the command to the first step."""
 
 import os
 import time

@@ -70,7 +70,7 @@ CHANNEL, GROUPS = "channel_handle", "replica_groups"
 
 
 def collectives(module: ir.Module) -> list[ir.Operation]:
-    """Those of a program, in StableHLO, in their order."""
+    """Operations of a program, in StableHLO, in their order."""
     found = []
 
     def look(operation: ir.Operation) -> ir.WalkResult:

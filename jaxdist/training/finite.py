@@ -37,7 +37,7 @@ def check_resumed(program: Program, path: Path, step: int, state: TrainState) ->
 
 
 def bad_values(program: Program, arrays: Arrays, kind: str = "") -> dict[str, BadValues]:
-    """Those that cannot be, by the names of layers' pieces; `kind`: as what the optimizer keeps the arrays."""
+    """Invalid values, by the names of layers' pieces; `kind`: the kind of optimizer state."""
 
     def label(name: str) -> str:
         return of_kind(name, kind) if kind else name
@@ -52,7 +52,7 @@ def bad_values(program: Program, arrays: Arrays, kind: str = "") -> dict[str, Ba
 
 
 def _by_layer(array: np.ndarray, depth: int) -> Iterator[tuple[Shape, BadValues]]:
-    """Of the pieces along the first `depth` axes, those with values that cannot be."""
+    """Pieces along the first `depth` axes that have invalid values."""
     infinite = ~np.isfinite(array)
     wrong = infinite if infinite.any() else array < 0
     for place in np.ndindex(array.shape[:depth]):

@@ -243,12 +243,12 @@ def kept_of(state: Any) -> dict[str, Arrays]:
 
 
 def updates_of(state: Any) -> list[jax.Array]:
-    """How many updates the parts of a chain's state have made, which is none of steps that were passed over."""
+    """Number of updates of each part of a chain's state; skipped steps make none."""
     return [part.updates for part in state if isinstance(part, State)]
 
 
 def steps_done(state: Any) -> jax.Array:
-    """How many steps the schedule of a chain's state has made, those that were passed over too."""
+    """Number of steps of a chain's schedule, skipped ones too."""
     count: jax.Array = next(part.count for part in state if isinstance(part, optax.ScaleByScheduleState))
     return count
 

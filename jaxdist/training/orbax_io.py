@@ -61,8 +61,8 @@ def arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
 
 
 def by_layer(tree: Any) -> Any:
-    """How its arrays are laid out: those of all layers in chunks of one each, as a conversion takes them; others in
-    small ones, since a chunk is in memory three times while it is read."""
+    """Chunks of the arrays: those of all layers in chunks of one each, as a conversion takes them; others in small
+    ones, since a chunk is in memory three times while it is read."""
 
     def layout(path: Sequence[Any], _: Any) -> ocp.SaveArgs:
         name = str(getattr(path[-1], "key", ""))

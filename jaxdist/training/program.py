@@ -170,7 +170,7 @@ class Program:
 
     @cached_property
     def state_shardings(self) -> TrainState:
-        """Where the state lies between steps, `memory.offload` on the host: its shardings."""
+        """Shardings of the state between steps, with `memory.offload` on the host."""
         parameters, optimizer, scaling = self.shardings(self.partition_specs)
         offload = self.experiment.memory.offload
         if "parameters" in offload:
@@ -258,11 +258,11 @@ class Program:
         return self.reordered(tree, self.layers)
 
     def to_checkpoint_order(self, tree: Any) -> Any:
-        """The inverse of `placed`: as checkpoints have them."""
+        """The inverse of `to_device_order`: layers in order, as in checkpoints."""
         return self.reordered(tree, np.argsort(self.layers))
 
     def reordered(self, tree: Any, order: np.ndarray) -> Any:
-        """One array at a time: what moves is a copy until it has arrived."""
+        """Reorder one array at a time: a moving array is held twice."""
         if (order == np.arange(len(order))).all():
             return tree
 

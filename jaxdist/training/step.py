@@ -136,12 +136,12 @@ class Step:
     def accumulate(
         self, parameters: Arrays, batch: Batches, scale: jax.Array | int = 1
     ) -> tuple[jax.Array, Arrays, Arrays]:
-        """Loss of the global batch, the gradient of `scale` times it as the microbatches leave it, and the running
-        statistics, which these move one after the other.
+        """Loss of the global batch, the gradient of `scale` times it before its reduction over devices, and the running
+        statistics, which microbatches update one after the other.
 
         The loss is the sum over the global batch divided by its number of valid tokens, known before the first
-        microbatch: uneven microbatches and devices weigh as their tokens do. What a model adds is trained on as the
-        mean over microbatches, and is not part of the loss that is told.
+        microbatch: uneven microbatches and devices weigh as their tokens do. A model's auxiliary loss is averaged over
+        microbatches, and is not part of the reported loss.
         """
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 

@@ -1,4 +1,4 @@
-"""How many collectives a step takes, by mesh axis and kind: the closed form of either side, where bytes say how large.
+"""Number of a step's collectives, by mesh axis and kind: the closed form of either side, besides that of their bytes.
 
 JAX sends each parameter by itself, within the scan once a layer; FSDP2 a block at once, its experts by themselves where
 the mesh splits them, and with one more what lies outside of the blocks; DDP whole parameters up to a bucket's size;
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
     @property
     def statistics(self) -> int:
-        """How many parameters are none that are trained."""
+        """Number of parameters that are not trained."""
         return sum(spec.statistic for spec in self.param_specs.values())
 
 
@@ -243,8 +243,8 @@ def of_attention(step: Step) -> Iterator[Sent]:
 
 
 def attended(step: Step) -> tuple[int, int]:
-    """A torch rank's blocks, and those whose attention it computes again: of each of its parts every so many, but for
-    the ring's, which `selective` keeps."""
+    """A torch rank's blocks, and those whose attention it computes again: every `remat_every`-th of each of its parts;
+    none for the ring, which `selective` keeps."""
     _, e, _, mesh, _ = step
     parts = e.parallel.virtual_stages if mesh["pipeline"] > 1 else 1
     each = e.model.layers // mesh["pipeline"] // parts
@@ -253,8 +253,8 @@ def attended(step: Step) -> tuple[int, int]:
 
 
 def keys_and_values(step: Step) -> float:
-    """Bytes of them that a torch rank sends over context in a step, and of their gradients, which a ring has in
-    float32."""
+    """Bytes of keys and values that a torch rank sends over context in a step, and of their gradients, which a ring has
+    in float32."""
     _, e, _, mesh, _ = step
     m: Any = e.model
     tokens, (blocks, again) = e.train.batch * e.data.sequence, attended(step)
@@ -265,8 +265,8 @@ def keys_and_values(step: Step) -> float:
 
 
 def of_batch_norms(step: Step) -> Iterator[Sent]:
-    """Of each, which has three statistics, mean and variance and backward their gradients; of replicas' own statistics
-    the first's, in JAX all at once, as they are kept."""
+    """Collectives of batch norms, with three statistics each: mean and variance, and backward their gradients; for
+    replicas' own statistics those of the first replica, in JAX all at once."""
     side, e, _, mesh, _ = step
     if e.parallel.batch_norm == "global":
         yield first(mesh, TOKENS), {"all_reduce": exactly(4 * step.statistics // 3 * e.train.accumulation)}
@@ -317,7 +317,7 @@ def of_choices(step: Step) -> Iterator[Sent]:
 
 
 def routed(step: Step) -> int:
-    """How often tokens are given to experts in a step: in each block, and where it is computed again."""
+    """Number of times that tokens are sent to experts in a step: in each block, and where it is computed again."""
     p, memory = passes(step.experiment, step.mesh), step.experiment.memory
     again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
     return p.both * p.layers + again + p.forward * p.layers

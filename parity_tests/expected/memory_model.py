@@ -149,7 +149,7 @@ class Scratch:
 
     @cached_property
     def sides(self) -> Mapping[str, Footprint]:
-        """By side; none of one whose form is unknown."""
+        """Causes by side; none for a side whose form is unknown."""
         found = {JAX: self.jax, TORCH: self.torch}
         return {side: form for side, form in found.items() if form}
 

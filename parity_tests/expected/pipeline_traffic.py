@@ -23,7 +23,7 @@ def own(param_specs: Mapping[str, ParamSpec], stages: int) -> dict[str, float]:
 
 
 def gathers(e: Experiment) -> int:
-    """How often a block is gathered."""
+    """Number of times that a block is gathered."""
     if e.parallel.row.replicates:
         return 0
     return e.train.accumulation + 1 if e.parallel.reshards else 1

@@ -242,7 +242,7 @@ class Port:
 
     @property
     def rounding(self) -> float:
-        """That of the narrowest of them; 0 where all compute in float64."""
+        """Rounding of the narrowest dtype; 0 where all compute in float64."""
         return max((narrow.rounding for narrow in self.narrow.values()), default=0.0)
 
     def run(self, kind: str, folder: Path, steps: Sequence[int], until: int | None = None) -> PortRun:
@@ -364,7 +364,7 @@ class Port:
             yield from ("gradients", "activations")
 
     def notes(self) -> Iterator[str]:
-        """How far the checks reach."""
+        """Limits of the checks."""
         if len(self.batches) < levels.FEWEST:
             yield f"The cost of float32 to the loss is not judged: that takes {levels.FEWEST} batches or more."
         if self.sharded:

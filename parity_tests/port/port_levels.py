@@ -112,7 +112,7 @@ class Findings:
                     yield check(f"{kind} at step {step}", value, bound, why, of, widest)
 
     def why(self, bound: float, floor: float) -> str:
-        """How a bound came about, in words."""
+        """Origin of a bound, in words."""
         return EXACT if bound == floor else ROUNDED if bound == self.least else AMPLIFIED
 
     def hardly_moved(self, decay: float | None) -> str:

@@ -256,7 +256,7 @@ def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
     _, run = loop
     verdict = proved(run, tmp_path / "proof")
     assert verdict["verdict"] == "equivalent"
-    assert "gradients: of run run not compared, as it recorded none" in verdict["notes"]
+    assert "gradients of run run: not compared, as it recorded none" in verdict["notes"]
     assert (tmp_path / "proof" / "report.html").stat().st_size > 10_000
 
     # The same with weights that are a little off at the end, and with a loss that is.

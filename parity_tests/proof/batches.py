@@ -31,7 +31,7 @@ LONG = 10.0  # seconds from which a search is announced
 def identify(
     experiment: Experiment, weights: Mapping[str, np.ndarray], step: int, told: tuple[float, float], near: float
 ) -> Search:
-    """The batch whose loss under `weights` is the second of `told`, to `near` relative, or what was tried for it.
+    """The batch whose loss under `weights` is the second of `told`, to `near` relative, or the attempts to find one.
 
     weights: by torch's names, as they are before `step`. told: the losses of ours and of theirs, in nats per token or
     image, with or without a mixture's balance loss.

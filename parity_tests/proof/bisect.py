@@ -1,4 +1,4 @@
-"""Where two runs part: the first step, and in it the first tensor, whose error leaves the noise.
+"""First difference of two runs: the first step, and in it the first tensor, whose error exceeds the noise.
 
 A step is walked in the order in which its tensors arise: batch, weights, activations forward, loss; gradients backward,
 each module's output before its parameters; then the optimizer's stages, clip, moments, learning rate, update.
@@ -65,7 +65,7 @@ class Divergence:
 
 
 def carried() -> tuple[str, ...]:
-    """How the names of tensors begin that a step has from the one before."""
+    """Prefixes of the tensors that a step takes from the one before."""
     return ("start/", *(f"{kind}/" for kind in state_kinds()))
 
 
@@ -130,7 +130,7 @@ def first(step: int, errors: Mapping[str, float], bounds: Mapping[str, float]) -
 
 
 def exact(a: Run, b: Run, step: int, noise: float, zero_gradient: bool) -> Divergence | None:
-    """Where two float64 runs part in a step; `noise` is the least that a tensor may differ by."""
+    """First difference of two float64 runs in a step; `noise` is the smallest bound of a tensor."""
     found = errors(a, b, step, zero_gradient)
     return first(step, found, {tensor: max(compare.FLOOR.get(tensor, 0), noise) for tensor in found})
 
@@ -138,7 +138,8 @@ def exact(a: Run, b: Run, step: int, noise: float, zero_gradient: bool) -> Diver
 def cost(
     a: tuple[Run, Run], b: tuple[Run, Run], step: int, limit: float, roundings: tuple[float, float], zero_gradient: bool
 ) -> Divergence | None:
-    """Where one side of a policy loses more than `limit` times what the other does, each against its float64 run.
+    """First tensor in which one side of a policy loses more than `limit` times what the other does, each against its
+    float64 run.
 
     `roundings` are those of the dtypes that are computed and stored in: a side that is exact by chance does not count
     as better. Weights are stored; a single number that Adam sends the other way is chance too, so each is held to the

@@ -93,7 +93,7 @@ def learning_rate(e: Evidence) -> Seen:
 
 
 def schedule(ours: np.ndarray, theirs: np.ndarray) -> str:
-    """How another schedule follows from ours, in words; empty where it is no simple change."""
+    """Relation of another schedule to ours, in words; empty where it is not a simple change."""
 
     def same(x: np.ndarray, y: np.ndarray) -> bool:
         return len(x) >= 3 and bool(np.allclose(x, y, rtol=1e-6, atol=0))
@@ -136,7 +136,7 @@ def forward(e: Evidence) -> Seen:
 
 
 def agreeing(e: Evidence) -> str:
-    """How far the loss of step 1 agrees, in words."""
+    """Agreement of the loss of step 1, in words."""
     return f"the loss of step 1 agrees to the {e.rounding:.1g} that rounding may hide"
 
 

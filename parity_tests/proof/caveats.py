@@ -1,4 +1,4 @@
-"""How far the verdict of a proof reaches: levels that its runs leave open, and what was not compared."""
+"""Limits of a proof's verdict: levels that its runs leave open, and what was not compared."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from parity_tests.proof.proof import Proof
 
 RECORDED = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # steps of which gradients are compared, and the last one
-# Of a float32 run that is all there is of the other side, its noise may hide another of these: field -> section. A run
-# of ours with a tenth of it tells what that moves.
+# Fields whose other value the noise of a float32 run may hide, where that is the other side's only run: field ->
+# section. A run of ours with a tenth of the value shows how much it moves.
 OTHERS = {"norm_eps": "model", "eps": "optimizer"}
 GELU = {"tanh": "exact", "exact": "tanh"}  # model.gelu -> the other, which a loop of float32 may have unseen
 NARROW = 1e-5  # what training may make of roundings of float32; the planted mistakes move more
@@ -55,7 +55,7 @@ def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, 
 
 
 def decides(proof: "Proof") -> dict[str, str]:
-    """By level, the run that would decide where a bound is met or missed by a hair."""
+    """The run that would decide, by level, where a bound is met or missed narrowly."""
     steps, seed = proof.experiment.train.steps, proof.experiment.train.seed
     theirs = proof.pair("policy")[1]
     if proof.reference in REFERENCES:
@@ -156,7 +156,7 @@ def left_out(proof: "Proof", theirs: Run) -> Iterator[str]:
         yield f"mathematics, distribution: {theirs.side} not compared, as it ran in {policy} and not in fp64"
     steps = ", ".join(map(str, theirs.gradient_steps))
     kept = f"compared at steps {steps} only, which it recorded" if steps else "not compared, as it recorded none"
-    yield f"gradients: {theirs.side}'s {kept}"
+    yield f"gradients of {theirs.side}: {kept}"
 
 
 def noise(proof: "Proof") -> Iterator[str]:

@@ -112,7 +112,7 @@ class Evidence:
         return step < self.first["loss"] and self.at("grad_norm", step) < CLEARLY * self.rounding
 
     def multiples(self, step: int) -> dict[str, float]:
-        """How many times what rounding explains the gradients of a step differ; empty where they were not kept."""
+        """Differences of a step's gradients as multiples of what rounding explains; empty where they were not kept."""
         if step > len(self.ours.metrics):
             return {}
         x, y, z = (run.kept("gradient", step) if run else {} for run in (self.theirs, self.ours, self.rounded))
@@ -120,7 +120,7 @@ class Evidence:
 
     @cached_property
     def at_first(self) -> dict[str, float]:
-        """Those of step 1."""
+        """The multiples of step 1."""
         return self.multiples(1) if self.bounds else {}
 
     @property
@@ -166,7 +166,7 @@ class Evidence:
 
     @cached_property
     def recorded(self) -> dict[str, digits.Narrow]:
-        """By group, what of theirs is recorded in a narrower dtype than its config says."""
+        """Tensors of theirs that are recorded in a narrower dtype than their config says, by group."""
         found = digits.narrow(self.theirs, self.ours, self.theirs.experiment.precision)
         return {narrow.group: narrow for narrow in found if narrow.kinds}
 
@@ -177,7 +177,8 @@ class Evidence:
 
     @cached_property
     def batch_search(self) -> Search:
-        """Which batch their loss belongs to at the first step at which it differs: up to dozens of forward passes."""
+        """The batch that their loss belongs to at the first step at which it differs: up to dozens of forward
+        passes."""
         step = self.first["loss"]
         return Search() if step == NEVER else self.batch(int(step))
 
@@ -213,7 +214,7 @@ class Evidence:
                 yield name.partition("/")[2], x[name].astype(np.float64), y[name].astype(np.float64)
 
     def sizes(self, kind: str) -> dict[str, float]:
-        """By which factor theirs of one kind are larger, as a logarithm, by tensor; without those of zeros."""
+        """Logarithm of the factor by which theirs of one kind are larger, by tensor; without those of zeros."""
         norms = ((name, np.linalg.norm(x), np.linalg.norm(y)) for name, x, y in self.states(kind))
         return {name: math.log(y / x) for name, x, y in norms if x and y}
 
@@ -261,7 +262,8 @@ def joined(*parts: str) -> str:
 
 
 def far_from_the_start(e: Evidence) -> tuple[float, float] | None:
-    """How far their weights, and ours, are from the start at the end, by its size; None where theirs are near."""
+    """Distance of their final weights, and of ours, from the start, relative to its size; None where theirs are
+    near."""
 
     def away(run: Run) -> float:
         kept = {name: w for name, w in run.kept_states("weights").items() if w.ndim >= 2}

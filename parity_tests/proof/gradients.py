@@ -1,4 +1,4 @@
-"""Which gradients of a step differ by more than rounding, in the order in which the backward pass makes them."""
+"""Gradients of a step that differ by more than rounding, in the order of the backward pass."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -81,7 +81,7 @@ def multiple(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
 
 
 def place(name: str) -> tuple[int, ...]:
-    """Where a parameter, by torch's names, comes in the forward pass."""
+    """Position of a parameter, by torch's names, in the forward pass."""
     parts = name.split(".")
     return tuple(int(part) if part.isdigit() else FORWARD.index(part) if part in FORWARD else -1 for part in parts)
 
@@ -104,7 +104,7 @@ def multiples(theirs: Tensors, ours: Tensors, rounded: Tensors, bound: float) ->
 
 
 def differing(multiples: Mapping[str, float]) -> list[str]:
-    """Those that differ by more than a hair, in the order of the backward pass."""
+    """Gradients that differ clearly, in the order of the backward pass."""
     return [name for name, times in multiples.items() if not times <= CLEAR]
 
 

@@ -34,8 +34,8 @@ COUNTED = (
     "one a parameter or block each time it is needed, and a few single numbers (parity_tests/expected/collectives.py)"
 )
 DELICATE = "float32 at least, whatever the policy: less loses accuracy that the noise of bfloat16 hides"
-# What a policy moves a loss by is one number that drifts from step to step, on either side by chance. Of 312 pairs of
-# equal runs in each precision (8 steps; 39 seeds, 2 families, 4 meshes, of which those of a seed are much alike) the
+# The effect of a policy on a loss is one number that drifts from step to step, on either side by chance. In 312 pairs
+# of equal runs in each precision (8 steps; 39 seeds, 2 families, 4 meshes, of which those of a seed are much alike) the
 # ratios of the mean squares fit F with 3 to 4 degrees of freedom on either side in float32 and 5 in bfloat16; the
 # largest was 12.6, as a ratio of roots. Of F(3, 3) that exceeds this, either way, once in 10,000 times.
 DRIFT = 32.0
@@ -68,7 +68,7 @@ RATE = f"{K} roundings of float32, of the highest rate: the formula's angle, cos
 
 @dataclass(frozen=True)
 class Noise:
-    """How large rounding has grown in float64: what separates a run from one whose starting weights it was added to.
+    """Growth of rounding in float64: the distance of a run from one whose starting weights were perturbed by rounding.
 
     Training amplifies rounding, some configs by orders of magnitude within 20 steps. A bound that does not know it
     would call equal runs different.
@@ -189,9 +189,9 @@ def smallest(tensors: Collection[np.ndarray]) -> float:
 def too_little(apart: float, moved: float, decayed: float) -> str:
     """Reason why weights decide nothing if equal runs may be `apart` by that much; "" if they decide. All are norms.
 
-    The difference of weights is told by their size, of which fine-tuning moves a thousandth, and weight decay a
-    millionth. So what equal runs may differ by is held against that: 1e-3 of what training `moved`, and all that decay
-    moved, or would have moved, of matrices or of vectors.
+    A difference of weights is relative to their size, of which fine-tuning moves a thousandth, and weight decay a
+    millionth. So the tolerance between equal runs is compared with these: 1e-3 of what training `moved`, and all that
+    decay moved, or would have moved, of matrices or of vectors.
     """
     limit = WIDEST["precision"]
     small = f"training moved the weights so little that equal runs may differ in them by {apart:.1g}"
@@ -237,7 +237,7 @@ def vectors(run: Run, still: Collection[str] = ()) -> dict[str, Tensors]:
 
 
 def apart(a: Run, b: Run, still: Collection[str] = ()) -> dict[str, float]:
-    """How far two runs are from each other in all that `a` has, relative."""
+    """Relative distances of two runs in everything that `a` has."""
     theirs = vectors(b, still)
     return {name: compare.joint_error(tensors, theirs.get(name, {})) for name, tensors in vectors(a, still).items()}
 
@@ -450,8 +450,8 @@ def traffic(
 ) -> Iterator[Check]:
     """Bytes a device sends per step over each mesh axis, against the `least` that its side could send.
 
-    `counts`: how many collectives of which kind that takes, where it is known, but for sums of single numbers. Of axes
-    that are `unknown` there is no closed form of the bytes, and no check.
+    `counts`: number of collectives by kind, where it is known, without sums of single numbers. Axes that are `unknown`
+    have no closed form of their bytes, and no check.
     """
     bytes_sent = {axis: size for axis, size in sent(run).items() if axis not in unknown}
     for axis, expected in least.items():

@@ -13,8 +13,8 @@ OTHERWISE = "a run that is nearer to another model is one of that"
 
 
 def furthest_apart(other: Run, policy: Pair, exact: Run, still: Collection[str] = ()) -> str:
-    """By which kind of tensors of theirs a run with another value of a field is told best from `exact`, both in
-    float64; empty where it is within K times what ours loses in float32 in all of them."""
+    """The kind of tensors of theirs that best distinguishes a run with another value of a field from `exact`, both in
+    float64; empty where all are within K times what ours loses in float32."""
     ours, theirs = policy
     moved, costs, kept = (
         levels.apart(other, exact, still),

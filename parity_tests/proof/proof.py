@@ -432,12 +432,12 @@ class Proof:
         return self.train(side, config, path, "--init", str(start))
 
     def look(self, comparison: Comparison, start: Path, steps: list[int]) -> list[Divergence | None]:
-        """Where two float64 runs part in each of `steps`."""
+        """First difference of two float64 runs in each of `steps`."""
         a, b = (self.recorded(key, steps, start) for key in (comparison.a, comparison.b))
         return [bisect.exact(a, b, s, self.noise.most(s), self.zero_gradient) for s in steps if s in b.records]
 
     def look_at_policy(self, start: Path, steps: list[int]) -> list[Divergence | None]:
-        """Where, in each of `steps`, one side loses more than the policy explains."""
+        """First tensor, in each of `steps`, in which one side loses more than the policy explains."""
 
         def runs(side: str) -> tuple[Run, Run]:
             double = (side, "mesh") if (side, "mesh") in self.done else (JAX, "mesh")

@@ -206,7 +206,7 @@ def test_a_mesh_is_reordered_by_one_device(tmp_path: Path) -> None:
 def test_the_note_of_a_noisy_policy_is_what_its_checks_do(tmp_path: Path) -> None:
     """What moves one side's loss by more than the note says fails, whatever the noise of reordered sums."""
     right = asked(tmp_path, precision=BF16)
-    (note,) = (note for note in judged(right).notes if note.startswith("bf16: sums"))
+    (note,) = (note for note in judged(right).notes if note.startswith("bf16: reordering"))
     assert "jaxdist's by" in note and "torch_ref's by" in note
     limit = levels.DRIFT * 1e-3
     assert f"more than {limit:.1g}; smaller ones" in note
@@ -295,10 +295,10 @@ def against(
 
 def test_what_a_run_leaves_out_is_told(tmp_path: Path) -> None:
     notes = against(tmp_path).verdict().notes
-    assert "gradients: of run mine not compared, as it recorded none" in notes
+    assert "gradients of run mine: not compared, as it recorded none" in notes
     assert "mathematics, distribution: run mine not compared, as it ran in fp32 and not in fp64" in notes
     notes = against(tmp_path, "fp64", (1, 5)).verdict().notes
-    assert "gradients: run mine's compared at steps 1, 5 only, which it recorded" in notes
+    assert "gradients of run mine: compared at steps 1, 5 only, which it recorded" in notes
     assert not any(note.startswith("mathematics") for note in notes)
 
 

@@ -24,7 +24,7 @@ NOT_EQUIVALENT = 3  # the exit code of any word but `equivalent`
 class Check:
     """One comparison: it holds where `value` is at most `bound`, a finite one, so that a NaN never does.
 
-    Level, name and `about` are the same in every proof; what was measured stands in the other fields.
+    Level, name and `about` are the same in every proof; the other fields hold what was measured.
     """
 
     level: str
@@ -47,7 +47,7 @@ class Check:
 
     @property
     def key(self) -> str:
-        """By which it is known within its level."""
+        """Identity of the check within its level."""
         return f"{self.name}, {self.about}" if self.about else self.name
 
     @property
@@ -150,7 +150,7 @@ class Verdict:
 
 
 def place(check: Check) -> tuple[int, int]:
-    """Where a check comes: its level, and within it the stage of a step."""
+    """Order of a check: its level, and within it the stage of a step."""
     stage = next(i for i, pattern in enumerate(ORDER) if re.search(pattern, check.name))
     return LEVELS.index(check.level), stage
 

@@ -105,7 +105,7 @@ def unbroken(text: str) -> Markup:
 
 
 def level(name: str, verdict: Verdict) -> dict[str, Any]:
-    """How a level stands, and its checks, failed ones first, in groups of one reason."""
+    """State of a level, and its checks, failed ones first, grouped by reason."""
     checks = sorted((check for check in verdict.checks if check.level == name), key=lambda check: check.holds)
     groups: dict[tuple[bool, str], list[Check]] = {}
     for check in checks:
@@ -226,7 +226,7 @@ def _uneven(lengths: Mapping[str, int], shared: int) -> list[str]:
 
 
 def differs(verdict: Verdict) -> Iterator[str]:
-    """Where the runs differ, in words: the cause, the first tensor, and the first check of each level that fails."""
+    """Differences of the runs, in words: the cause, the first tensor, and the first check of each level that fails."""
     if not verdict.failed:
         return
     if verdict.cause:

@@ -150,7 +150,7 @@ def one_by_one(arrays: Mapping[str, np.ndarray], family: str, layers: int) -> Ar
 
 
 def _activations(arrays: Arrays, family: str) -> Arrays:
-    """By module; what one module of theirs computes for several of ours is cut along its last axis."""
+    """Outputs by module; an output of theirs for several modules of ours is split along its last axis."""
     several: dict[str, list[str]] = {"": [LOGITS]}
     modules = {ours: row.theirs for row in table_of_files(family).rows for ours in row.ours}
     named_so = {_module(ours, "layers.", "layers.#."): _module(t, "{layer}", "#") for ours, t in modules.items()}

@@ -111,7 +111,7 @@ class Run:
 
     @cached_property
     def state_kinds(self) -> tuple[str, ...]:
-        """Of `states`."""
+        """Kinds of `states`."""
         return ("weights", *self.experiment.optimizer.kept)
 
     @cached_property
@@ -168,7 +168,7 @@ class Run:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the model's parameters, by name."""
+        """Shapes of the model's parameters, by name."""
         param_specs = models.param_specs(models.build(self.experiment.model))
         zeros = {name: np.broadcast_to(np.zeros(()), spec.shape) for name, spec in param_specs.items()}
         return {name: w.shape for name, w in names.as_torch(zeros).items()}
@@ -312,7 +312,7 @@ def _torch_states(path: Path) -> dict[str, np.ndarray]:
 
 
 def _numbered(steps: Sequence[int]) -> str:
-    """How steps are numbered, in words."""
+    """Numbering of steps, in words."""
     twice = next((step for before, step in pairwise(sorted(steps)) if before == step), None)
     if twice is not None:
         return f"step {twice} twice"

@@ -256,7 +256,8 @@ SCHEDULES: dict[str, Callable[[Any, Optimizer, int], Any]] = {
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a rank trains with: the distributed model, torch's optimizer and loss scale, and the average of weights."""
+    """State of a rank's training: the distributed model, torch's optimizer and loss scale, and the average of
+    weights."""
 
     experiment: Experiment
     mesh: DeviceMesh

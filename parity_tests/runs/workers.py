@@ -35,7 +35,7 @@ def prepare(log: Path) -> None:
 
 
 def inherit(cls: type[Any], key: Callable[[Any], Hashable]) -> None:
-    """From here on an instance of `cls` begins with all that the first one of its `key` has computed and cached."""
+    """Let instances of `cls` begin with all that the first one of their `key` has computed and cached, from here on."""
     initialize, first = cls.__init__, dict[Hashable, Any]()
 
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:

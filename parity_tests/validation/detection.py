@@ -132,7 +132,7 @@ class Trial(Proof):
 
     @property
     def noise(self) -> levels.Noise:
-        """That of the right code, so that a mistake in JAX does not need a second run."""
+        """The noise of the correct code, so that a mistake in JAX does not need a second run."""
         return self.right.noise if self.right else super().noise
 
     def planted(self, mistake: Mistake, folder: Path) -> "Trial":
@@ -243,7 +243,7 @@ class Finding:
 
     @property
     def detected(self) -> bool:
-        """By the level that must catch it."""
+        """Mistakes by the level that must catch them."""
         return any(check.startswith(f"{self.level}/") for check in self.checks)
 
     @property
@@ -292,7 +292,7 @@ def chosen(argv: Sequence[str]) -> tuple[Path, list[Mistake]]:
 
 @cache
 def benchmark_of(output: Path) -> Benchmark:
-    """That of this process, whose runs serve all configurations that it is given."""
+    """The trials of this process, whose runs serve all its configurations."""
     return Benchmark(output / str(os.getpid()))
 
 

@@ -86,7 +86,7 @@ class Result:
         return self.verdict != "equivalent"
 
     def line(self) -> str:
-        """As a line of JSON; what is not a number is text."""
+        """A line of JSON; NaN and infinity are text."""
         shares = [[level, name, x if x < float("inf") else repr(x)] for level, name, x in self.shares]
         told = {"verdict": self.verdict, "sentence": self.sentence, "code": self.code, "shares": shares}
         return json.dumps(self.case._asdict() | told)
@@ -285,7 +285,7 @@ def shown(total: int, before: int) -> Iterator[Callable[[Sequence[Result]], None
 
 
 def closest(results: Iterable[Result]) -> dict[str, tuple[float, str, Case]]:
-    """By level: the largest share of a bound that a check took, the check and the proof."""
+    """The largest share of a bound that a check took, with the check and the proof, by level."""
     found: dict[str, tuple[float, str, Case]] = {}
     for result in results:
         for level, name, x in result.shares:

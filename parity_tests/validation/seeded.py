@@ -1,4 +1,4 @@
-"""How runs from a common start are judged: their curves and states, and what they sent."""
+"""Comparison of runs from a common start: their curves and states, and their traffic."""
 
 from jaxdist.families import models
 from parity_tests.expected import collectives

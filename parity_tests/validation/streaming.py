@@ -2,9 +2,9 @@
 
 A synthetic Llama in bfloat16 is written as a Hugging Face folder, converted to every kind and back; and a run's own
 checkpoint, with moments in float32, to torch's kinds. Each conversion's peak resident memory is compared with 1 GB and
-twice the largest tensor, and its bytes per second with those of `cp -r` of the same source to the same disk. They take
-turns, several times; the median of the ratios counts. Either reads the source from the disk, as one that is larger than
-memory is: the page cache is told to forget it.
+twice the largest tensor, and its bytes per second with those of `cp -r` of the same source to the same disk. They
+alternate several times; the median of the ratios counts. Both read the source from the disk, as for one larger than
+memory: the page cache drops it first.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Narrowest dtype of a step's precision-sensitive operations: softmax, norms, rotation and the loss.
 
-Their error is less than what bfloat16 loses elsewhere, so that no loss curve of a bf16 run shows it, and some models
-train worse for it. The dispatcher, which every operation passes, shows it at once, where it is written with these
-functions: a norm that divides by a square root can't be told apart from Adam, which does too, and fused kernels compute
-inside in float32 whatever they are given.
+An error in them is smaller than that of bfloat16 elsewhere: no loss curve of a bf16 run shows it, though some models
+train worse. The dispatcher, which every operation passes, shows it at once, where it is written with these functions: a
+norm that divides by a square root can't be told apart from Adam, which does too, and fused kernels compute inside in
+float32 whatever they are given.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a family adds to FLOPs and memory of a step on torch's side. Twin: jaxdist/accounting/forms.py.
+"""FLOPs and memory that a family adds to a step on torch's side. Twin: jaxdist/accounting/forms.py.
 
 A form that a row lacks is unknown, which is not an error: what a step holds and sends is measured.
 """

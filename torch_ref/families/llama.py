@@ -93,6 +93,6 @@ class Llama(RotaryDecoder):
         return head(self, self.norm(x_BTD), targets_SN)
 
 
-# Of S the softmax, and once more in the order that its product with the values wants; of F the products alone.
+# S: the softmax, and a copy in the order that its product with the values reads; F: the products alone.
 SAVED = {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (4, 0)}
 ACCOUNTING = Accounting(flops_of_decoder, SAVED)

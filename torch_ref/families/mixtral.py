@@ -33,7 +33,7 @@ def choose(probabilities_BTE: Tensor, k: int) -> Tensor:
 
 
 def places(chosen_BTk: Tensor, count: int) -> Tensor:
-    """How many of a sequence went to the same one of `count` experts before [B, T, k]."""
+    """Number of earlier choices of the same one of `count` experts in a sequence [B, T, k]."""
     chosen_BN = chosen_BTk.flatten(1)
     until_BNE = functional.one_hot(chosen_BN, count).cumsum(1)
     return until_BNE.gather(-1, chosen_BN[..., None]).view_as(chosen_BTk) - 1

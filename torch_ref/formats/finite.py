@@ -50,8 +50,8 @@ def check_resumed(
 
 
 def bad_values(name: str, tensor: Tensor) -> BadValues | None:
-    """How many values there are that cannot be, of NaN, infinity, and in means of squares those below zero, and which
-    comes first; None where there are none."""
+    """Number of invalid values, NaN, infinity, and in means of squares those below zero, and the first of them; None
+    without any."""
     finite = torch.isfinite(tensor)
     if not bool(finite.all()):
         indices = (~finite).nonzero()
@@ -64,7 +64,7 @@ def bad_values(name: str, tensor: Tensor) -> BadValues | None:
 
 
 def on_all_ranks(tensors: Mapping[str, Tensor]) -> dict[str, BadValues]:
-    """Those with values that cannot be, by name: whole tensors, of which each rank has a piece."""
+    """Tensors with invalid values, by name: whole tensors, of which each rank has a piece."""
     own: dict[str, tuple[Piece, BadValues]] = {}
     for name, tensor in tensors.items():
         if found := bad_values(name, local(tensor)):

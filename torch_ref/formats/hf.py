@@ -109,7 +109,7 @@ class Weights:
 
 
 def _without_padding(model: Model, wanted: Model) -> int | None:
-    """How many rows of the vocabulary are to be read; None for all, where both models have the same, padding too."""
+    """Number of the vocabulary's rows to read; None for all, where both models have the same, padding too."""
     if not (isinstance(model, Decoder) and isinstance(wanted, Decoder)):
         return None
     return None if (model.vocab, model.vocab_rows) == (wanted.vocab, wanted.vocab_rows) else model.vocab

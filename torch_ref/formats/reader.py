@@ -1,4 +1,4 @@
-"""How torch_ref reads what is torch's own, for the neutral readers of sources (`jaxdist/formats/`)."""
+"""Reading of torch's own types in torch_ref, for the neutral readers of sources (`jaxdist/formats/`)."""
 
 from io import BytesIO
 from pathlib import Path
@@ -53,7 +53,7 @@ def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
 
 
 def shapes(model: Model) -> dict[str, Shape]:
-    """Those of a model's parameters, as jaxdist has them: all layers in one."""
+    """Shapes of a model's parameters, as in jaxdist: all layers in one."""
     with torch.device("meta"):
         return stacked(model, {name: tuple(tensor.shape) for name, tensor in model_tensors(build(model))})
 

@@ -1,4 +1,4 @@
-"""How tensors, tokens, experts and stages are split over ranks.
+"""Split of tensors, tokens, experts and stages over ranks.
 
 Imports `runtime`, the rows of `families`, and `jaxdist.config`.
 """

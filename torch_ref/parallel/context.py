@@ -1,4 +1,4 @@
-"""How a sequence is split over the mesh axis `context`: which rank has which times, and how they attend.
+"""Split of a sequence over the mesh axis `context`: the times of each rank, and their attention.
 
 | row | a rank has | attention sends, forward (backward) |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""How tokens come to their experts: rows by all-to-all over the mesh axis `expert`; their width is over `tensor`.
+"""Exchange of tokens with their experts: rows by all-to-all over the mesh axis `expert`; their width is over `tensor`.
 
 A rank of n sends a row of D numbers for each of a token's k experts that another rank has, and gets as many back: of
 evenly used experts 2 · B·T·k·D · (n-1)/n numbers forward, and as many backward, of its own B·T tokens.

@@ -19,12 +19,12 @@ class Images:
         return sums
 
     def count(self, own: int) -> int:
-        """How many numbers these have, of which this rank has `own`."""
+        """Number of all elements, of which this rank has `own`."""
         return own
 
 
 class AllImages(Images):
-    """Those of all ranks of a group."""
+    """Statistics over all ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group

@@ -156,7 +156,7 @@ class Pipeline(nn.ModuleList):
 
     @property
     def bubble(self) -> dict[str, Any]:
-        """How many microbatches and parts there are, and the least share of the time that a rank waits."""
+        """Numbers of microbatches and parts, and the least idle share of a rank's time."""
         stages, several, microbatches = dist.get_world_size(self.group), len(self), self.microbatches
         return {
             "stages": stages,

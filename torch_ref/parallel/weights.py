@@ -72,7 +72,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def place(tensor: Tensor) -> tuple[slice, ...]:
-    """Where in the whole tensor the piece lies that is on this rank."""
+    """Slices of this rank's piece in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

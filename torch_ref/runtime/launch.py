@@ -74,7 +74,7 @@ def quiet() -> bool:
 
 
 def ranks_started() -> int:
-    """How many ranks a launcher started; 0 without one. Raises ConfigError for variables that make no sense."""
+    """Number of ranks that a launcher started; 0 without one. Raises ConfigError for variables that make no sense."""
     if not launched():
         return 0
     size, rank = whole_number("WORLD_SIZE"), whole_number("RANK")
@@ -199,7 +199,8 @@ def wait_for_others(store: dist.Store) -> None:
 
 
 def asked(function: Callable[[dist.Store], Result]) -> Result | None:
-    """What `function` finds in torch's store; None where that does not answer, or this rank has joined no others."""
+    """Result of `function` on torch's store; None where the store does not answer, or this rank has joined no
+    others."""
     found: list[Result] = []
 
     def ask() -> None:
@@ -259,7 +260,7 @@ def end_with_parent() -> None:
 
 
 class Still:
-    """How long each rank has been stopped, as by SIGSTOP: the others wait for it in a collective meanwhile.
+    """Seconds for which each rank has been stopped, as by SIGSTOP: the others wait for it in a collective meanwhile.
 
     Counted in looks, one a second, so that a stop of this process as well, as by Ctrl-Z, does not count.
     """

@@ -30,7 +30,7 @@ class UpdateRule:
     pieces: bool = False
     """Whether it asks for `pieces` (`torch_ref.training.matrices.Pieces`), as it looks at whole matrices."""
     groups: Groups = BY_DECAY
-    """Which parameters are a group, and what that has of its own."""
+    """Parameters of each group, and its own settings."""
 
 
 OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer of torch's side", UpdateRule)

@@ -64,13 +64,13 @@ class Weights:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Those of what is trained, in the order of the modules, which is that of `model.parameters()`."""
+        """Names of the trained parameters in the order of the modules, that of `model.parameters()`."""
         entries = trainable(self.naming, self.experiment.model)
         return {name: entry.shape for name, entry in entries.items() if name in self.names}
 
     @cached_property
     def full_name(self) -> Callable[[str], str]:
-        """How to get the naming's name of a parameter from what a file or an optimizer calls it: a tied head, which may
+        """The function from a file's or an optimizer's name of a parameter to the naming's name: a tied head, which may
         be trained under its own name, is the embedding."""
         rename, model = renaming(self.names, self.naming, self.experiment.model), self.experiment.model
         tied = {table_of(self.naming, model).head: embedding(self.naming, model)} if model.tied else {}

@@ -13,7 +13,7 @@ PRIME = 2**61 - 1
 
 
 def blocks(shape: Shape, size: int) -> Iterator[tuple[slice, ...]]:
-    """Where the blocks of an array of `size` bytes lie, each of at most about PIECE."""
+    """Bounds of the blocks of an array of `size` bytes, each of at most about PIECE."""
     if size <= PIECE or not shape:
         yield ()
     elif rows := PIECE * shape[0] // size:

@@ -65,7 +65,7 @@ class Tensors:
 
     @property
     def parameters(self) -> dict[str, Leaf]:
-        """Those of the model, under the names that the model gave them."""
+        """Tensors of the model, under the model's own names."""
         return {name.removeprefix(self.prefixes["model"]): self.leaves[name] for name in self.weights}
 
     def _leaf(self, name: str, entry: TensorStorageMetadata) -> Leaf:
@@ -144,7 +144,7 @@ class Tensors:
         return [name for name in others if self.leaves[name].bytes <= size]
 
     def extras(self, begin: str = "") -> dict[str, Any]:
-        """Those values and tensors by their whole names; of the tensors those that `begin` so."""
+        """Values and tensors by their full names; only tensors whose names begin with `begin`."""
         return self.values | {name: self._mapped(name) for name in self.others if name.startswith(begin)}
 
     def _mapped(self, name: str) -> Tensor:
@@ -168,7 +168,7 @@ def extended(found: Any) -> bool:
 
 
 def parts(folder: Path) -> Iterator[tuple[str, Callable[[], AbstractContextManager[BufferedReader]]]]:
-    """Where the files of `torch.save` lie within those of a checkpoint, and what opens each as a file of its own."""
+    """Places of the files of `torch.save` within those of a checkpoint, and a function that opens each."""
     for found in read_index(folder).storage_data.values():
         if not extended(found):
             path, place = folder / found.relative_path, Place(found.offset, found.length)
@@ -269,7 +269,7 @@ def states_of(found: Mapping[str, Any], optimizer: str) -> dict[tuple[str, str],
 
 
 def counts_of(path: str, states: Mapping[tuple[str, str], Any], needed: bool) -> list[Any]:
-    """How many steps each parameter has made. Raises ConfigError where one has no count, if it is `needed`."""
+    """Number of updates of each parameter. Raises ConfigError where a `needed` count is missing."""
     counts = {name: value for (name, kind), value in states.items() if kind == "step"}
     if needed and (uncounted := [name for name, _ in states if name not in counts]):
         raise ConfigError(f"{path}: its optimizer has moments of {uncounted[0]}, and no count of its steps; add it")
@@ -323,7 +323,7 @@ def _extras(content: Content, optimizer: str) -> dict[str, Any]:
 
 
 def _experiment(path: Path) -> Experiment | None:
-    """That of the run; another program writes none. Raises ConfigError."""
+    """The loss scale of the run; other programs write none. Raises ConfigError."""
     file = path / EXPERIMENT
     if not file.exists():
         return None
@@ -351,7 +351,7 @@ class Layout(dcp.FileSystemWriter):
         self.sums = dict[str, str]()  # checksums by file
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As `torch.distributed.checkpoint` does it with a file for each tensor."""
+        """Write as `torch.distributed.checkpoint` does with one file per tensor."""
         results = []
         for i, item in enumerate(plan.items):
             path = self.folder / f"__0_{i}.distcp"

@@ -91,8 +91,8 @@ def sections(saved: Saved) -> dict[str, dict[str, Any]]:
 
 
 def schedule_of(saved: Saved, scheduler: Mapping[Any, Any], steps: int, state: State) -> tuple[dict[str, Any], str]:
-    """The schedule's fields of an optimizer section, of DeepSpeed's own scheduler after so many steps; of another
-    none, and why. Raises ConfigError."""
+    """The schedule's fields of an optimizer section for DeepSpeed's own scheduler after `steps` steps; none for another
+    scheduler, with the reason. Raises ConfigError."""
     config, done = saved.model.get("ds_config"), scheduler.get("last_batch_iteration")
     rate = state.groups[0].get("lr")
     if not isinstance(config, dict) or type(done) is not int or rate is None:
@@ -264,7 +264,7 @@ class TrainedUniversal(Universal, TrainedZero):
         return State(rule, moments, groups, counts, weights.shapes)
 
     def steps(self, names: Sequence[str]) -> list[tuple[Path, Any]]:
-        """How many each parameter has made, and where it is kept. Raises ConfigError."""
+        """Number of updates of each parameter, and where it is kept. Raises ConfigError."""
         if self.stage == 3:
             return [(self.files[0], count) for count in rules.steps_of(self.optimizer(0))]
         files = [self.file(name, "step") for name in names]

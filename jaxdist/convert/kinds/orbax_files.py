@@ -150,7 +150,7 @@ def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:
 
 
 def places(name: str, shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Where along its first axes, of layers and experts, an array has each of its parts."""
+    """Indices of an array's parts along its first axes, layers and experts."""
     stack, _ = cut(name, shape)
     return {part: tuple(map(int, np.unravel_index(number, stack))) for part, (_, number), _ in parts(name, shape)}
 

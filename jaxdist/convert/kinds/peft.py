@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """That of the tensor of the base."""
+        """The shape of the base's tensor."""
         shape = self.b.shape[0], self.a.shape[1]
         return shape[::-1] if self.turned else shape
 

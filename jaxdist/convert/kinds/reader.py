@@ -1,4 +1,4 @@
-"""How JAX's side reads what is not numpy's, for the neutral readers of sources."""
+"""Reading of dtypes beyond numpy's on JAX's side, for the neutral readers of sources."""
 
 from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.kinds import dcp_files, torch_files

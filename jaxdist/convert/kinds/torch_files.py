@@ -190,7 +190,7 @@ def read_content(
 
 
 def _averages(path: Path, averages: Any, names: Mapping[str, str]) -> dict[str, Leaf]:
-    """Those of Lightning's WeightAveraging, by full name; `names` are the weights' in the file."""
+    """Averages of Lightning's WeightAveraging, by full name; `names` are the weights' names in the file."""
     with reading(path, AVERAGES):
         return {full: leaf(path, f"{name} of {AVERAGES}", averages[name]) for full, name in names.items()}
 
@@ -223,7 +223,8 @@ def rate_of(content: Content) -> float:
 
 
 def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
-    """That of `--model`, of the file, or of the config.json beside it. Raises ConfigError where there is none."""
+    """The experiment of `--model`, of the file, or of the config.json next to it. Raises ConfigError where there is
+    none."""
     if is_nanogpt(tree) and not is_own(tree):
         return nanogpt.experiment_of(path, tree, wanted)
     return agreed(str(path), models.told(path, tree) or (None if wanted else models.told_beside(path)), wanted)

@@ -52,7 +52,7 @@ def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
 
 
 def extent(shape: Shape, strides: Shape) -> tuple[int, list[int]]:
-    """How many numbers lie from the first of a tensor to its last, and how far apart those of each axis are."""
+    """Number of elements that a tensor spans in its storage, and the stride of each axis."""
     spans = [max(0, size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
     return 1 + sum(spans) if 0 not in shape else 0, spans
 

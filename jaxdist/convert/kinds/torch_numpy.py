@@ -1,4 +1,4 @@
-"""Which classes torch lets a file of `torch.save` name, beside its own: those of `jaxdist.formats.stand_ins`."""
+"""Classes that torch lets a file of `torch.save` name, besides its own: those of `jaxdist.formats.stand_ins`."""
 
 import threading
 from collections.abc import Iterator

@@ -47,7 +47,7 @@ def log_of(path: Path, tree: Mapping[str, Any]) -> bytes:
 
 
 def origin_of(path: Path, tree: Mapping[str, Any]) -> Origin:
-    """Where the weights came from, if not from a torch file, without what torch alone had. Raises ConfigError."""
+    """Origin of the weights, if not a torch file, without torch's own parts. Raises ConfigError."""
     with reading(path, ORIGIN):
         said, kept = OriginFields.model_validate(tree[ORIGIN]["said"]), tree[ORIGIN][BUFFERS]
         found = {name: leaf(path, name, tensor) for name, tensor in kept.items()}

@@ -17,7 +17,7 @@ from jaxdist.formats.torch_zips import Place, open_zip, storage_of
 
 
 class Records:
-    """Those of a file, or of a part of it."""
+    """Records of a file, or of a part of it."""
 
     def __init__(self, path: Path, part: Place | None = None) -> None:
         """Raises OSError, ValueError or BadZipFile, and ConfigError for numbers of another byte order."""
@@ -56,7 +56,7 @@ def _on_meta(place: Place) -> UntypedStorage:
 
 
 def place(tensor: Tensor) -> Place:
-    """Where the storage of a tensor on the meta device lies in its file. Raises ValueError where it has none there."""
+    """Place of the storage of a tensor on the meta device in its file. Raises ValueError without one."""
     storage: Any = tensor.untyped_storage()
     if (found := getattr(storage, "place", None)) is None:
         raise ValueError("it was saved without its numbers, on torch's meta device")

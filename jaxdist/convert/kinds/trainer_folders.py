@@ -74,8 +74,8 @@ def read_content(
 
 
 def found_in(path: Path, told: Mapping[str, Mapping[str, Any]]) -> Experiment | None:
-    """The experiment around the model of config.json, with the sections that are `told`; None without config.json.
-    Raises ConfigError."""
+    """The experiment around the model of config.json, with the sections `told`; None without config.json. Raises
+    ConfigError."""
     if not (path / CONFIG).is_file():
         return None
     # Unset fields stay unset: dtypes and loss scale follow from the stated policy.
@@ -191,7 +191,7 @@ def trainer_state(path: Path) -> dict[str, Any]:
 def _argued(
     path: Path, state: State, logged: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
-    """As `argued_schedule`; said. Raises ConfigError."""
+    """Like `argued_schedule`, and print it. Raises ConfigError."""
     peak, rate = (state.groups[0].get(key) for key in ("initial_lr", "lr"))
     steps, done = logged.get("max_steps"), logged.get("global_step")
     if not peak or rate is None or not steps or done is None:

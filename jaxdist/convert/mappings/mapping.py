@@ -73,7 +73,7 @@ class Pair(NamedTuple):
         return as_ours(self.row.transform, np.split(tensor, chunk[1])[chunk[0]] if chunk else tensor, self.piece(shape))
 
     def factor(self, shape: Shape) -> float:
-        """By what ours, of this shape, is multiplied to be theirs."""
+        """Factor by which ours, of this shape, is multiplied to become theirs."""
         return SCALES[self.row.scale](self.row.of_layer(shape))
 
     def full_shape(self, shape: Shape) -> Shape:
@@ -185,7 +185,7 @@ class KeyMapping:
                 )
 
     def _advice(self, numbers: Collection[int], ours: Shapes) -> str:
-        """Which axis of the stacked rows has one size in all of them, as a sentence."""
+        """A sentence on the axis of stacked rows that has one size in all of them."""
         shapes = [ours[row.ours] for i, row in enumerate(self.rows, 1) if i in numbers and row.stacked]
         numbered = {
             len(_numbered(row.ours, ours)) for i, row in enumerate(self.rows, 1) if i in numbers and not row.stacked

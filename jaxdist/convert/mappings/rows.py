@@ -101,7 +101,7 @@ def toml(value: Any) -> str:
 
 
 def missing_layers(before: str, numbers: Collection[int]) -> list[int]:
-    """Which numbers of layers are missing up to the last; `before` is what stands before them in names. A list counts
+    """Numbers of layers that are missing up to the last; `before` is what stands before them in names. A list counts
     from 0, as `layers.0`; a name that ends in its number may count from 1, as `layer1`."""
     first = 0 if before.endswith(".") or not before else min(1, *numbers)
     return sorted({*range(first, max(numbers))} - {*numbers})

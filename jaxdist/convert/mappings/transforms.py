@@ -1,4 +1,4 @@
-"""How one parameter is laid out in JAX ("ours") and in torch ("theirs"): a table of invertible array transforms.
+"""Layouts of one parameter in JAX ("ours") and in torch ("theirs"): a table of invertible array transforms.
 
 Shape letters: I inputs, O outputs, D model, H heads, K kv heads, C head_dim, and the window W×H of a convolution.
 """

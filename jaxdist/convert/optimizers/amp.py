@@ -17,7 +17,7 @@ RULE = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 def scaling(scaler: Mapping[str, Any], apex: Mapping[str, Any]) -> LossScale | None:
-    """Its numbers; None where none is kept, or of a scaler that is switched off, whose state is empty."""
+    """The scaler's numbers; None without a scaler, or for one that is switched off, whose state is empty."""
     if "scale" in scaler:
         return state_of(scaler["scale"], scaler.get("_growth_tracker", 0))
     state = _only_loss(apex)

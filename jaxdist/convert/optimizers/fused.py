@@ -1,7 +1,7 @@
 """torchtitan's moments of queries, keys and values in one, as its default `fuse_qkv` trains them.
 
-It saves the weights of `qkv_linear.wqkv` as wq, wk and wv, and the optimizer's state as it is. Rows are those of each
-group of heads that has one key, one after the other: its queries, the key, the value
+It saves the weights of `qkv_linear.wqkv` as wq, wk and wv, and the optimizer's state fused. Its rows are, for each
+group of heads that shares one key, the queries, the key and the value
 (https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/common/attention.py, `FusedQKVLinear`).
 """
 
@@ -32,7 +32,7 @@ def unfused(path: str, found: Mapping[str, Any], model: Model) -> dict[str, Any]
 
 
 def ways(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of the ways to entries in the tree that was saved."""
+    """The same for paths of entries in the saved tree."""
     made: dict[str, Any] = {}
     for name, way in found.items():
         parts = PARTS if WHOLE in name else ("",)

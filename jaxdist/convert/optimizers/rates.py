@@ -1,4 +1,4 @@
-"""Which learning rate training continues by, where an optimizer's groups tell the current rate and not the peak."""
+"""The learning rate at which training continues, where an optimizer's groups have the current rate and not the peak."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ MODEL = "--model"  # whose schedule an experiment has
 
 
 class Told(NamedTuple):
-    """What a checkpoint tells of its learning rates: its optimizer's `groups` after so many steps, and the state of its
-    scheduler, empty without one. `found`: the schedule's fields by what else lies there, as a log; empty without.
-    `reason`: why a scheduler that is known has no schedule like it here."""
+    """Learning rates of a checkpoint: its optimizer's `groups` after `step` steps, and the state of its scheduler,
+    empty without one. `found`: the schedule's fields according to other files, as a log; empty without. `reason`: why a
+    known scheduler has no equal schedule here."""
 
     path: Path
     groups: Sequence[Mapping[str, Any]]
@@ -136,7 +136,7 @@ def unlike(scheduler: Mapping[str, Any]) -> str:
 
 
 def _one_cycle(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """That of OneCycleLR's second phase of two; nothing before it, where its first is not a linear one."""
+    """The schedule of OneCycleLR's second phase of two; nothing before it, where the first is not linear."""
     phases = state["_schedule_phases"]
     if len(phases) != 2 or phases[0]["end_step"] != int(phases[0]["end_step"]):
         return {}
@@ -149,8 +149,8 @@ def _one_cycle(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
 
 
 def _rule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """That of CosineAnnealingLR, LinearLR from the peak, PolynomialLR of power 1, ConstantLR from its end on, or
-    SequentialLR of a warm-up and one of them."""
+    """The schedule of CosineAnnealingLR, LinearLR from the peak, PolynomialLR of power 1, ConstantLR from its end on,
+    or SequentialLR of a warm-up and one of them."""
     parts, milestones = state.get("_schedulers"), state.get("_milestones")
     if isinstance(parts, list) and isinstance(milestones, list) and len(parts) == 2 and "start_factor" in parts[0]:
         rule = _rule(parts[1])

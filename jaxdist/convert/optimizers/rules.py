@@ -119,7 +119,7 @@ DEFAULTS = Optimizer()
 
 
 def rule_of(source: str, found: Iterable[str], groups: Sequence[Group]) -> Rule:
-    """By which rule a state was kept in which these kinds are found. Raises ConfigError for none of ours."""
+    """The rule that keeps these kinds of state. Raises ConfigError for none of ours."""
     kept = set(found) - {"step"}
     if name := unsupported(kept, groups):
         raise ConfigError(
@@ -220,13 +220,13 @@ def _orders(groups: list[Any], shapes: Mapping[str, Shape], rename: Callable[[st
 
 
 def steps_of(optimizer: Mapping[str, Any]) -> list[Any]:
-    """How many each parameter has made, as its entry says, or its group, as Apex's FusedAdam has it."""
+    """Number of updates of each parameter, from its entry, or from its group as Apex's FusedAdam keeps it."""
     of_group = {key: group.get("step") for group in optimizer["param_groups"] for key in group["params"]}
     return [entry.get("step", of_group.get(key)) for key, entry in optimizer["state"].items()]
 
 
 def by_decay(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
-    """Those of two or more axes, which decay, and all others."""
+    """Parameters of two or more axes, which decay, and all others."""
     return [name for name, shape in shapes.items() if len(shape) >= 2], [n for n, s in shapes.items() if len(s) < 2]
 
 
@@ -312,7 +312,7 @@ def state_dict(
 
 
 def going_on(group: Group, o: Optimizer, rate: float, updates: int) -> dict[str, Any]:
-    """The group as it is after more steps by `o`; `rate`: the learning rate now."""
+    """The group after `updates` updates by `o`; `rate`: the current learning rate."""
     now = {"lr": rate, "initial_lr": o.learning_rate, "step": updates, "betas": (o.beta1, o.beta2), "eps": o.eps}
     now |= {name: getattr(o, name) for name in (*MUON, "beta2_decay", "d")}
     now |= {"eps": (o.eps1, o.eps2)} if o.name == "adafactor" else {}

@@ -69,12 +69,11 @@ EARLY = "cosine_warmup_with_min_lr"  # its rates are those of one step later
 def argued_schedule(
     arguments: Mapping[str, Any], peak: float, steps: int, now: tuple[int, float] | None
 ) -> tuple[dict[str, Any], str]:
-    """The schedule's fields of an optimizer section by the arguments of a Trainer of so many steps, and an empty text;
-    or no fields, and why: of another schedule, or while it warms up, which ours does at other rates. Neither where
-    they tell none, or where the rate is that of another scheduler, which a Trainer may be given.
+    """The schedule's fields of an optimizer section by the arguments of a Trainer of `steps` steps, and an empty text;
+    or no fields, and the reason: another schedule, or a warm-up, which ours does at other rates. Neither where the
+    arguments have no schedule, or where the rate is that of another scheduler, which a Trainer may be given.
 
-    `now`: steps done and the rate of the next; None where no optimizer tells it. Formulas:
-    `transformers.optimization`.
+    `now`: steps done and the rate of the next; None without an optimizer. Formulas: `transformers.optimization`.
     """
     kind, given = arguments.get("lr_scheduler_type"), arguments.get("lr_scheduler_kwargs", {})
     if not kind:

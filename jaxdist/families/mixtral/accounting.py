@@ -31,8 +31,8 @@ TABLES = Tables(
     # F, d: what grouped products read and write, beside BY_BLOCKS.
     on_cpus={"R": (2, 0), "D": (0, 3), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (3, 0), "d": (2, 0)},
 )
-# What grouped products have beside what a block does, on several CPUs apart: rows and results with room for one block
-# of rows more.
+# Arrays of grouped products in addition to the block's, except on several CPUs: rows and results with room for one more
+# block of rows.
 PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
 # The same on several CPUs: what the loops over blocks of rows write. These, and what `on_cpus` has of them, have room
 # for one block of rows more.
@@ -51,7 +51,7 @@ class MixtureFootprint(DecoderFootprint):
 
     @property
     def mixture(self) -> Mixture:
-        """Its config."""
+        """The config of the model."""
         return cast(Mixture, self.experiment.model)
 
     @property
@@ -99,7 +99,7 @@ class MixtureFootprint(DecoderFootprint):
 def stages(
     experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> Mapping[str, float]:
-    """As of any decoder; counts and probabilities of the experts go along."""
+    """The form of any decoder, with counts and probabilities of the experts."""
     return exchanges.stages(experiment, param_specs, mesh, tally=2 * cast(Mixture, experiment.model).experts)
 
 

@@ -42,11 +42,11 @@ SAVED: Arrays = {"C": (1, 0), "A": (1, 0)}
 # On one CPU reductions, which there are YNNPACK's, also keep differences from the mean, and these normalized.
 SAVED_ON_CPU: Arrays = {**SAVED, "C": (1, 2)}
 WORKING: Arrays = {"O": (2, 0)}  # gradients of what a block puts out, and of what one of its convolutions does
-# What max-pooling has until its backward pass: zeros to which gradients will be added, and where the largest are, four
-# indices each. XLA has both early on CPUs and where it schedules around collectives, else when they are needed.
+# Arrays of max-pooling until its backward pass: zeros to which gradients are added, and four indices of each maximum.
+# XLA has both early on CPUs and where it schedules around collectives, else when they are needed.
 POOLED: Arrays = {"W": (1, 0), "P": (0, 4)}
-# What it has at work, on CPUs as it looks for the largest: each value, padded, and its four indices go through a
-# reduction together. On GPUs as its gradients become those of the stem's batch norm.
+# Working arrays of max-pooling, on CPUs while it looks for maxima: each value, padded, and its four indices go through
+# a reduction together; on GPUs while its gradients become those of the stem's batch norm.
 SEARCHED: Mapping[str, Arrays] = {
     "gpu": {"W": (1, 0), "O": (1, 1)},
     "tpu": {"W": (1, 0), "O": (1, 1)},
@@ -87,7 +87,7 @@ class ImageFootprint(Footprint):
 
     @cached_property
     def kernels(self) -> Mapping[str, ParamSpec]:
-        """Those of convolutions, by name."""
+        """Kernels of convolutions, by name."""
         return {name: spec for name, spec in self.param_specs.items() if name.endswith(".conv.kernel")}
 
     @cached_property
@@ -178,7 +178,7 @@ class ImageFootprint(Footprint):
         return sum(map(self.applied, kernels))
 
     def applied(self, name: str) -> float:
-        """Those of one kernel."""
+        """FLOPs of one kernel."""
         return math.prod(self.param_specs[name].shape) * self.model.places(name.removesuffix(".kernel"))
 
     @property

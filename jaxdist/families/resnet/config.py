@@ -79,7 +79,7 @@ class ResNet(ImageModel):
         return f"{'+'.join(map(str, self.depths))} {self.block} blocks, D {self.dim}, V {self.classes}"
 
     def places(self, path: str) -> int:
-        """How often the kernel of a module is applied to an image: the places of what it puts out."""
+        """Number of places at which a module's kernel is applied to an image: those of its output."""
         if path == "head":
             return 1
         if path.startswith("stem."):
@@ -103,5 +103,5 @@ def halved(size: int) -> int:
 
 
 def listing(values: tuple[int, ...]) -> str:
-    """As a command line gives them."""
+    """The numbers as a command line gives them."""
     return ",".join(map(str, values))
