@@ -35,7 +35,7 @@ TIMES = {
     "products": "matrix products", "attention": "attention", "moved": "all else that computes",
     "parameters": "parameters and gradients on the links", "activations": "activations on the links",
     "latency": "latency of collectives", "host": "to the host's memory and back",
-    "hidden": "of these beside computation",
+    "hidden": "of these overlapped with computation",
 }  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def show_time(plan: Plan, time: Time) -> None:
 
 def show_overlaps(overlaps: Sequence[Overlap]) -> None:
     """The collectives of a GPU's program by what runs while they are under way."""
-    table = Table("collective", "dtype", "in a loop", "how many", "beside products", "beside other kernels", "alone")
+    table = Table("collective", "dtype", "in a loop", "how many", "over products", "over other kernels", "alone")
     alike = Counter((o.op, o.dtype, o.looped) for o in overlaps)
     hidden = Counter((o.op, o.dtype, o.looped) for o in overlaps if o.products)
     alone = Counter((o.op, o.dtype, o.looped) for o in overlaps if not o.beside)

@@ -405,14 +405,14 @@ class DecoderFootprint(Footprint):
         blocks = p.layers * (p.both * (3 + full) + p.forward)  # forward passes' worth, of one block
         chunks = e.memory.loss_chunks
         chunked = chunks > 1
-        heads = p.both * (3 + chunked) + p.forward * p.told
+        heads = p.both * (3 + chunked) + p.forward * p.through_head
         block, head = self.multiplying
         attended = p.layers * (p.both * (1 + BACKWARD + again) + p.forward)
         kept, least = self.arrays(self.formulas), self.arrays(self.least)
         moved = p.layers * (p.both * (PASSES * kept + AGAIN * again * (kept - least)) + p.forward * AGAIN * kept)
         if chunked:  # each reads the head for its logits, for them again and for their gradient, and adds to its own
             moved += p.both * chunks * head * (2 * max(self.compute, 4) + 3 * self.compute)
-        moved += (p.both * (OVER_LOGITS + AGAIN * chunked) + p.forward * p.told * OVER_LOGITS) * self.arrays(
+        moved += (p.both * (OVER_LOGITS + AGAIN * chunked) + p.forward * p.through_head * OVER_LOGITS) * self.arrays(
             {"V": (0, 1)}
         )
         # Each pass reads the weights forward and backward, writes their gradients, and adds them to the accumulators.

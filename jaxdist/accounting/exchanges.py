@@ -35,10 +35,10 @@ def sums(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> Sent:
     if not e.parallel.sequence:
         total = ring_bytes("all_reduce", activation * sums, tensor)
     else:
-        entered = p.both * (4 * p.layers + 2 * again + 2) + p.forward * (2 * p.layers + p.told)
+        entered = p.both * (4 * p.layers + 2 * again + 2) + p.forward * (2 * p.layers + p.through_head)
         total = ring_bytes("reduce_scatter", activation * sums, tensor)
         total += ring_bytes("all_gather", activation * entered, tensor)
-    numbers = 3 * p.losses - p.both * p.told
+    numbers = 3 * p.losses - p.both * p.through_head
     total += ring_bytes("all_reduce", numbers * tokens * max(compute, 4), tensor)
     used = {"positions": e.data.sequence, "layers": p.layers}  # all of any other axis
     summed = sum(

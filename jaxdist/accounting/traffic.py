@@ -109,12 +109,12 @@ class Passes:
     layers: int
     both: int
     forward: int
-    told: bool
+    through_head: bool
 
     @property
     def losses(self) -> int:
         """Number of passes through the head."""
-        return self.both + self.forward * self.told
+        return self.both + self.forward * self.through_head
 
 
 def passes(experiment: Experiment, mesh: Mapping[str, int]) -> Passes:
@@ -122,10 +122,10 @@ def passes(experiment: Experiment, mesh: Mapping[str, int]) -> Passes:
     either kind per tick, since its backward pass computes a stage again."""
     e, stages = experiment, mesh["pipeline"]
     if stages == 1:
-        return Passes(e.model.layers, e.train.accumulation, 0, told=False)
+        return Passes(e.model.layers, e.train.accumulation, 0, through_head=False)
     table = Timetable(stages, e.parallel.virtual_stages, e.train.accumulation)
     layers = e.model.layers // (stages * table.chunks)
-    return Passes(layers, table.ticks, table.ticks, told=e.parallel.pipeline_schedule == "GPipe")
+    return Passes(layers, table.ticks, table.ticks, through_head=e.parallel.pipeline_schedule == "GPipe")
 
 
 def tokens_of(experiment: Experiment, mesh: Mapping[str, int]) -> float:
@@ -178,8 +178,8 @@ def least_of_parameters(
         if row.parameters:
             # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
             again = 0.0 if not spec.name.startswith(BLOCKS) else 1.0 if spec.decays else recomputed(e)
-            forward = p.forward if p.told or stacked or not spec.name.startswith(HEAD) else 0
-            both = 1 if p.told and not stacked else p.both
+            forward = p.forward if p.through_head or stacked or not spec.name.startswith(HEAD) else 0
+            both = 1 if p.through_head and not stacked else p.both
             gathered = part * ((1 + again) * both + forward) if row.reshards else size
             total[shards] += ring_bytes("all_gather", gathered * compute, n)
         else:

@@ -32,7 +32,7 @@ RESULTS, PAGE = "bench.json", "bench.html"
 SECTIONS: dict[str, tuple[str, Callable[[Bench], Iterator[Figure]]]] = {
     "facts": ("Bytes sent and memory held, over their closed forms", facts.measure),
     "pace": ("Pace of JAX over that of torch", pace.measure),
-    "gpu": ("Decoders on one GPU, beside torch and the ceiling of its products", decoders.measure),
+    "gpu": ("Decoders on one GPU, against torch and the peak rate of its matrix products", decoders.measure),
     "compile": ("Seconds to compile, over those of a smaller program", start.compiles),
     "start": ("From the command to the first step", start.starts),
     "inputs": ("Batches, over the steps that consume them", inputs.measure),

@@ -88,7 +88,7 @@ def _as_begun(data: Data, open_source: Callable[[Data], "Dataset"]) -> "Dataset"
         raise ConfigError(
             f"data.fingerprint = {recorded!r}: the data at data.path = {data.path!r} (empty: the source of "
             f"this Python, or scikit-learn's digits) are others, {dataset.fingerprint}: their names, sizes, content or "
-            "order differ, or what is made of them; give the data of then, or begin a new run in another folder, from "
+            "order differ, or their processing; give the data of its start, or begin a new run in another folder, from "
             "these weights by --init, with data.fingerprint = ''"
         )
     told = "known by names and sizes, as an earlier version began the run"

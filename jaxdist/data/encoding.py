@@ -119,7 +119,7 @@ def end_of(tokenizer: Tokenizer, file: Path, end_of_text: str) -> tuple[int | No
             continue
         if (number := _id_of(tokenizer, found)) is None:
             raise ConfigError(
-                f"data.tokenizer = {str(file)!r}: {name} beside it gives {key} = {found!r}, which is not a token of "
+                f"data.tokenizer = {str(file)!r}: {name} next to it gives {key} = {found!r}, which is not a token of "
                 "it; set data.end_of_text to the token that ends a document, or none"
             )
         return number, f"as {name} says{_others(tokenizer, file, name, number)}"
@@ -164,7 +164,7 @@ def _all_named_in(file: Path, key: str) -> list[str | int]:
             raise ValueError(f"it holds {type(found).__name__}, not an object of settings")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"data.tokenizer: {str(file)!r} beside it: {error}; correct or remove it, or set data.end_of_text"
+            f"data.tokenizer: {str(file)!r} next to it: {error}; correct or remove it, or set data.end_of_text"
         ) from None
     value = found.get(key)
     value = value.get("content") if isinstance(value, dict) else value

@@ -166,7 +166,7 @@ def test_another_end_is_other_data(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("beside", "told"),
     [
-        (names("</s>"), r"tokenizer_config\.json beside it gives eos_token = '</s>', which is not a token"),
+        (names("</s>"), r"tokenizer_config\.json next to it gives eos_token = '</s>', which is not a token"),
         (
             {"generation_config": {"eos_token_id": 99}},
             r"generation_config\.json .* eos_token_id = 99, which is not a token",
@@ -176,11 +176,11 @@ def test_another_end_is_other_data(folder: Path) -> None:
         (names("\ud800"), r"eos_token = '\\ud800', which is not a token"),
         (
             {"tokenizer_config": [{"eos_token": "</s>"}]},
-            r"tokenizer_config\.json' beside it: it holds list, not an object of settings; correct or remove it",
+            r"tokenizer_config\.json' next to it: it holds list, not an object of settings; correct or remove it",
         ),
         (
             {"tokenizer_config": "{"},
-            r"tokenizer_config\.json' beside it: .*; correct or remove it, or set data\.end_of_text",
+            r"tokenizer_config\.json' next to it: .*; correct or remove it, or set data\.end_of_text",
         ),
     ],
 )

@@ -231,7 +231,7 @@ def kind_of(file: Path) -> str:
             f"token ids, or model.family = {families_of('images')}"
         )
     if suffix == ".idx":
-        raise ConfigError(f"data.path = {str(file)!r}: an index without {file.stem}.bin beside it; put that there")
+        raise ConfigError(f"data.path = {str(file)!r}: an index without {file.stem}.bin next to it; put that there")
     if suffix in NOT_DATA:
         raise ConfigError(f"data.path = {str(file)!r}: {NOT_DATA[suffix]}; give text or token ids")
     return KINDS.get(suffix, "text")

@@ -179,7 +179,7 @@ FIXES: dict[str, tuple[Callable[[Path], Path], Fields, str, Callable[[Path, str]
     "twice, packed and not": (several(text("a.txt", "some text"), text("a.txt.gz", b"\x1f\x8b")), {},
         "keep one of them", away("a.txt.gz")),
     "weights": (text("a.pt", "PK"), {}, "give text or token ids", anew("some text", "a.txt")),
-    "an index alone": (text("a.idx", b"MMIDIDX\0\0"), {}, "without a.bin beside it; put that there",
+    "an index alone": (text("a.idx", b"MMIDIDX\0\0"), {}, "without a.bin next to it; put that there",
         lambda path, message: megatron(path.with_suffix(""), DOCUMENTS).with_suffix(".idx")),
     "too long sequences": (text("a.txt", "some text"), {"sequence": 9}, "set data.sequence = 8 or less",
         fields(sequence=8)),

@@ -482,7 +482,7 @@ def test_megatrons_pairs_that_are_not_whole(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dtype = uint16: the ids of .* are int32, as Megatron's a\.idx says; set"):
         read(prefix, 512, bin_dtype="uint16")
     (tmp_path / "a.bin").unlink()
-    with pytest.raises(ConfigError, match=r"a\.idx': an index without a\.bin beside it"):
+    with pytest.raises(ConfigError, match=r"a\.idx': an index without a\.bin next to it"):
         read(index, 512)
 
 

@@ -73,9 +73,7 @@ def _in_memory(images: NDArray, labels: NDArray) -> tuple[NDArray[np.int32], Cal
     scale = np.float32(255 if images.dtype == np.uint8 else 1)
     told = f"{len(images):,} of {'×'.join(map(str, images.shape[1:]))}, {images.dtype}"
     if len(images):
-        told += f" from {images.min():.4g} to {images.max():.4g}" + (
-            ", divided by 255" if scale > 1 else ", as they are"
-        )
+        told += f" from {images.min():.4g} to {images.max():.4g}" + (", divided by 255" if scale > 1 else ", unscaled")
     return labels.astype(np.int32), lambda numbers: images[numbers].astype(np.float32) / scale, told
 
 
@@ -188,8 +186,8 @@ def _labelled(path: Path, by_name: bool) -> tuple[list[tuple[Path, int]], int | 
     others = sorted(found.name for found in inner if found.name.lower() not in SPLITS)
     if others:
         raise ConfigError(
-            f"data.path = {str(path)!r}: train and {held.name} are splits, and {', '.join(others)} beside them not; "
-            "move those elsewhere, or set data.split = share where all are classes"
+            f"data.path = {str(path)!r}: train and {held.name} are splits, and {', '.join(others)} next to them are "
+            "not; move those elsewhere, or set data.split = share where all are classes"
         )
     folders = [[below for below in _folders(found) if below.name[0] != "."] for found in (split["train"], held)]
     classes = {found.name: label for label, found in enumerate(folders[0])}

@@ -160,7 +160,7 @@ def test_splits_of_folders(tmp_path: Path) -> None:
         opened(tmp_path)
     (tmp_path / "extra").mkdir()
     with pytest.raises(
-        ConfigError, match=r"train and val are splits, and extra beside them not; .* data\.split = share"
+        ConfigError, match=r"train and val are splits, and extra next to them are not; .* data\.split = share"
     ):
         opened(tmp_path)
     assert opened(tmp_path, split="share", validation=0).sequences("train") == 10, "three classes"
@@ -179,7 +179,7 @@ def test_images_are_known_by_their_content(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"'{before}': the data at .* are others"):
             opened(tmp_path / "a.npz", fingerprint=before)
     digits = opened("", {"family": "resnet", "channels": 1, "image": 8, "classes": 10}).rows["images"]
-    assert digits == "1,797 of 8×8×1, float32 from 0 to 1, as they are; scikit-learn's digits"
+    assert digits == "1,797 of 8×8×1, float32 from 0 to 1, unscaled; scikit-learn's digits"
 
 
 def test_data_of_the_other_kind(file: Path, tmp_path: Path) -> None:

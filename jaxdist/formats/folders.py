@@ -129,7 +129,7 @@ PART_FILES = (
     PartFile(re.compile(r"scheduler(_\d+)?\.(pt|bin)"), "the state of a trainer's schedule", "the weights too"),
     PartFile(
         re.compile(r"training_args\.bin|rng_state(_\d+)?\.pth|random_states_\d+\.pkl"),
-        "no checkpoint, but what a trainer keeps beside one",
+        "no checkpoint, but files that a trainer keeps next to one",
         "the weights too",
     ),
 )

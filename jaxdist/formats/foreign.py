@@ -37,7 +37,7 @@ def foreign_content(path: Path) -> Foreign | None:
     with path.open("rb") as file:
         start = file.read(64)
     if start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") < path.stat().st_size:
-        return Foreign("a safetensors file", f"rename it to {SINGLE}, beside config.json, and give the folder")
+        return Foreign("a safetensors file", f"rename it to {SINGLE}, next to config.json, and give the folder")
     return next((found for beginning, found in BEGINNINGS.items() if start.startswith(beginning)), None)
 
 

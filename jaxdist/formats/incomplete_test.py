@@ -37,7 +37,7 @@ def test_the_missing_file_is_named(files: list[str], missing: str, tmp_path: Pat
 
 def test_a_config_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"config.json is there, and no weights beside it; copy model.safetensors"):
+    with pytest.raises(ConfigError, match=r"config.json is there, without weights; copy model.safetensors"):
         kind_of(tmp_path)
 
 

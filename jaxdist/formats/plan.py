@@ -50,7 +50,7 @@ def check_tensors(source: str, found: Mapping[str, Header], wanted: Mapping[str,
     if name := next(filter(TITAN_MIXTURE.search, found), None):
         raise ConfigError(
             f"{source}: {name} is of torchtitan's mixtures, whose layout is not supported; export it by torchtitan's "
-            "scripts/checkpoint_conversion/convert_to_hf.py, put the model's config.json beside what that writes, and "
+            "scripts/checkpoint_conversion/convert_to_hf.py, put the model's config.json into its output folder, and "
             "give that folder"
         )
     check_shapes(source, {name: header.shape for name, header in found.items()}, wanted)

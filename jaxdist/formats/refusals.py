@@ -34,7 +34,7 @@ def refusal(path: Path) -> ConfigError | None:
     """The error of a file that is a part of a checkpoint, or of a format that is not read; None of all else."""
     folder = path.parent
     if llmc.magic_of(path) == llmc.STATE:
-        return ConfigError(f"{path} is an optimizer's state of llm.c's; give the model_*.bin of its step beside it")
+        return ConfigError(f"{path} is an optimizer's state of llm.c's; give the model_*.bin of its step next to it")
     if part := part_of(path):
         whole = f"its folder {folder}" if is_read(folder) else f"a folder with {part.needs}"
         return ConfigError(f"{path} is {part.title}; give {whole}")
@@ -109,7 +109,7 @@ def incomplete(path: Path) -> ConfigError | None:
     lacking = [c for c in COMPANIONS if any(any(path.glob(of)) for of in c.of) and not (path / c.name).exists()]
     if not lacking:
         alone = (path / CONFIG).is_file() and not mapped(path)
-        why = f"{CONFIG} is there, and no weights beside it; copy {SINGLE} there, or its shards and {INDEX}"
+        why = f"{CONFIG} is there, without weights; copy {SINGLE} there, or its shards and {INDEX}"
         return ConfigError(f"{path}: {why}") if alone else None
     lacking = lacking[:1] if lacking[0] is ADAPTER else lacking
     missing = " and ".join(f"{c.name}, which says {c.says}," for c in lacking)

@@ -109,9 +109,9 @@ def ranks(*numbers: int, size: int = 3, arguments: list[str] = ARGUMENTS) -> Ran
     ("wrong", "fix", "right"),
     [
         (ranks(1, 2, size=4), "tell all the same", ranks(1, 2)),
-        (ranks(1, 1), "give each machine a --node-rank of its own", ranks(1, 2)),
+        (ranks(1, 1), "give each machine its own --node-rank", ranks(1, 2)),
         (ranks(1, 2, arguments=["--mesh", "8x1"]), "give all the same", ranks(1, 2)),
-        (ranks(1), "start as many as torchrun was told", ranks(1, 2)),
+        (ranks(1), "start as many as torchrun expects", ranks(1, 2)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -129,7 +129,7 @@ def test_the_number_of_a_process_is_that_of_its_launcher(name: str) -> None:
     launch = launcher.Launch(name, 3, 0, 0, ("localhost", 1))
     (first,), (other,) = ranks(0), ranks(1)
     wrong = rendezvous.mismatch(launch, first, other, {0: first, 1: other})
-    assert str(wrong).endswith(f"; give each process a {own} of its own")
+    assert str(wrong).endswith(f"; give each process its own {own}")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_mesh_that_devices_cannot_be(axis: str, mesh_or_message: Callable[...,
 def test_every_fix_is_followed() -> None:
     """A message that gives a new one has to be followed here."""
     known = [
-        *("tell all the same", "give each machine a --node-rank of its own", "give all the same"),
+        *("tell all the same", "give each machine its own --node-rank", "give all the same"),
         *("give all machines the same", "let the launcher set both", f"give all of them a free one by {PORT}=PORT"),
         *("start them by torchrun, or unset WORLD_SIZE for a run of one process", f"set {ADDRESS}=HOST:PORT"),
     ]

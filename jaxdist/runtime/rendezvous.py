@@ -104,8 +104,8 @@ def mismatch(launch: Launch, me: Present, other: Present, came: Mapping[int, Pre
         )
     if not 0 <= other.rank < me.size or other.rank in came:
         _, number, _ = VARIABLES.get(launch.launcher, ("", "JOB_COMPLETION_INDEX", ""))
-        each = "machine a --node-rank" if launch.launcher == "torchrun" else f"process a {number}"
-        return ConfigError(f"two processes are number {other.rank} of {me.size}; give each {each} of its own")
+        each = "machine its own --node-rank" if launch.launcher == "torchrun" else f"process its own {number}"
+        return ConfigError(f"two processes are number {other.rank} of {me.size}; give each {each}")
     for theirs, ours in zip_longest(other.arguments, me.arguments, fillvalue="nothing more"):
         if theirs != ours:
             return ConfigError(f"{who} was started with {theirs!r} where the first has {ours!r}; give all the same")

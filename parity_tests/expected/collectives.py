@@ -199,14 +199,14 @@ def of_activations(step: Step) -> Iterator[Sent]:
         shared = [x for x in shared if not x.name.endswith("_proj.bias") and "positions" not in x.axes]
         gathered = sum("positions" in spec.axes for spec in param_specs.values())
     reduced = m * sum(blocks if "layers" in spec.axes else 1 for spec in shared)
-    reduced += memory.loss_chunks * (3 * losses - m * p.told)
+    reduced += memory.loss_chunks * (3 * losses - m * p.through_head)
     if not e.parallel.sequence:
         yield "tensor", {"all_reduce": exactly(m * (sums + again_full) + alone + reduced)}
         return
     yield (
         "tensor",
         {
-            "all_gather": exactly(m * (sums + 2 * again + gathered) + p.forward * (2 * blocks + p.told)),
+            "all_gather": exactly(m * (sums + 2 * again + gathered) + p.forward * (2 * blocks + p.through_head)),
             "reduce_scatter": exactly(m * (sums + again_full) + alone),
             "all_reduce": exactly(reduced),
         },
@@ -360,8 +360,10 @@ def by_parameter(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapp
         times = blocks if stacked else 1
         again = (blocks if spec.decays else recomputed) if stacked and not last else 0
         again += spec.name.startswith("stages.") and spec.decays
-        both = 1 if p.told and not stacked else p.both  # GPipe's derivative has once what is outside of its scan
-        alone = p.forward if p.told or not spec.name.startswith(HEAD) else 0
+        both = (
+            1 if p.through_head and not stacked else p.both
+        )  # GPipe's derivative has once what is outside of its scan
+        alone = p.forward if p.through_head or not spec.name.startswith(HEAD) else 0
         gathers = both * (times + again) + alone * times if row.reshards else 1
         scatters = p.both * times if row.gradients else 1
         yield (

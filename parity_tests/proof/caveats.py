@@ -47,7 +47,7 @@ def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, 
         yield (
             "mathematics",
             f"{proof.sides[1]} ran in {proof.experiment.precision.policy}, whose noise hides a learning rate, eps or "
-            "clip that is a little off; give a run of it in fp64 or fp32",
+            "clip that is slightly wrong; give a run of it in fp64 or fp32",
         )
     for (side, kind), run in proof.done.items():
         if run.side in MADE and (missing := list(run.lacking(proof.experiment.record.steps))):

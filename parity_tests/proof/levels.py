@@ -46,7 +46,7 @@ DRIFT = 32.0
 # when its sums were reordered.
 LIMIT = {"float32": DRIFT, "bfloat16": 4.0, "float16": 4.0}
 OFFLOADED = {"parameters": "parameters", "optimizer": "optimizer_state"}  # of memory.offload, in summary.json
-COUNTS_STAY = "parameters and Adam's moments as they are held; optax's counts of steps stay on the device"
+COUNTS_STAY = "parameters and Adam's moments as stored; optax's counts of steps stay on the device"
 JUDGED = ("loss", "grad_norm")  # curves that have a cost; the learning rate is a formula's
 FEWEST = 4  # steps of which a curve's cost is judged: that of one step may be next to nothing by chance
 LOSES = "times what the other side loses, each against its own float64 run; chosen between equal runs and mistakes"
@@ -432,7 +432,7 @@ def peak(run: Run, scratch: Scratch) -> Iterator[Check]:
     """The most bytes that a device holds within a step, against the closed form of what a step takes."""
     held = run.summary["memory"]
     if held.get("peak"):
-        why = "its parameters and moments and what a step takes by the closed form, what is at work twice, and 5 %"
+        why = "its parameters and moments, a step's memory by the closed form with working arrays twice, and 5 %"
         yield Check("memory", f"{run.side}, peak, bytes", held["peak"], state(held) + scratch.most(run.side), why)
 
 

@@ -340,7 +340,9 @@ def memory(runs: Pair) -> Plot:
             "Host is the part of parameters and optimizer state in host memory, which the peak does not include."
         )
     if ALLOCATOR in categories:
-        notes.append("On a GPU XLA’s peak is the compiler’s, beside that of its allocator; torch’s is its allocator’s.")
+        notes.append(
+            "On a GPU XLA’s peak is the compiler’s, shown with that of its allocator; torch’s is its allocator’s."
+        )
     notes += [f"{side}: memory not reported." for side, values in zip(sides, found, strict=True) if not values]
     return Plot("Memory", figures.bars("memory", label, sides, scaled, unit), notes)
 

@@ -188,7 +188,7 @@ def test_the_allocator_is_shown_where_it_counts(tmp_path: Path) -> None:
     assert "allocator" not in written(tmp_path, Verdict(HOLDS), {"policy": runs})
     runs[0].summary["memory"]["allocator_peak"] = 3 * 2**21
     text = text_of(written(tmp_path, Verdict(HOLDS), {"policy": runs}))
-    assert "allocator peak 6.00 and not reported" in text and "beside that of its allocator" in text
+    assert "allocator peak 6.00 and not reported" in text and "shown with that of its allocator" in text
 
 
 def test_what_is_on_the_host_is_shown_where_something_is(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def check_folder_name(target: Path, title: str, other: str = "") -> None:
     do instead, for the end of the message."""
     if target.suffix in (".safetensors", *SUFFIXES):
         raise ConfigError(
-            f"TARGET {target}: {target.suffix} ends the name of a file, and what is to be written is a folder, "
+            f"TARGET {target}: {target.suffix} is the ending of a file, and a folder is written, "
             f"{with_article(title)}; give the name of one{other}"
         )
 

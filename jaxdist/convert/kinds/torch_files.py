@@ -371,9 +371,11 @@ def _training(
         now = {"last_epoch": content.step, "_step_count": content.step + 1, "_last_lr": [rate] * len(groups)}
         if kept and scheduler and scheduler.get("last_epoch") != content.origin.step:
             now = {}
-            say("the scheduler counts other than steps, and stays as it was: build it anew, and step it to the end")
+            say(
+                "the scheduler counts other than steps, and stays as it was: construct it again, and step it to the end"
+            )
         elif "_schedulers" in scheduler:
-            say("the scheduler holds others, whose counters stay unchanged: build it anew, and step it to the end")
+            say("the scheduler holds others, whose counters stay unchanged: construct it again, and step it to the end")
         scheduler = scheduler and scheduler | now
     counted = not content.origin.of_a_script
     made = put(tree, OPTIMIZER, rules.state_dict(o, fakes, groups, updates, counted, kept.get(ENTRIES)))
