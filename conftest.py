@@ -1,4 +1,4 @@
-"""What all tests share: the environment, compiled programs, and the mark `fast`.
+"""Setup of all tests: the environment, compiled programs, and the mark `fast`.
 
 Tests of one process share 8 virtual CPU devices; what needs its own devices runs the command line.
 """

@@ -1,4 +1,4 @@
-"""Whether JAX and torch train the same run: `python -m parity_tests --config X --mesh 2x4 --output DIR`."""
+"""Prove that JAX and torch train the same run: `python -m parity_tests --config X --mesh 2x4 --output DIR`."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec

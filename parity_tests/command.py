@@ -1,4 +1,4 @@
-"""Whether JAX and torch train the same run: `python -m parity_tests --config X --mesh 2x4 --output DIR`."""
+"""Prove that JAX and torch train the same run: `python -m parity_tests --config X --mesh 2x4 --output DIR`."""
 
 import argparse
 import platform
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--bisect": {
         "action": "store_true",
-        "help": "where the runs are not equivalent, find the first step and tensor by which they part",
+        "help": "where the runs are not equivalent, find the first step and tensor in which they differ",
     },
 }
 

@@ -1,7 +1,7 @@
 """Measure what this project promises of its speed, as ratios of runs made one after the other on this machine.
 
 Nothing that is measured is compared with another machine's: JAX with torch, one start with another, a program with the
-closed form of what it must send and hold. A machine that does other work meanwhile measures that work.
+closed form of what it must send and hold. Other load on the machine falsifies the figures.
 """
 
 import json

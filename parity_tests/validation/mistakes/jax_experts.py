@@ -87,7 +87,7 @@ def experts_of_the_first_device() -> None:
 
 @planted("experts", "distribution", MIXED)
 def results_of_own_experts_alone() -> None:
-    """What other devices' experts make of a token does not come back."""
+    """Results of other devices' experts are not returned."""
 
     def own(x: jax.Array, axis: str, **_: Any) -> jax.Array:
         size = x.shape[0] // lax.axis_size(axis)
@@ -123,7 +123,7 @@ def room_shared_by_sequences() -> None:
 
 @planted("capped", "distribution", MIXED)
 def overflow_in_the_place_of_another() -> None:
-    """What exceeds an expert's room is written into its last place."""
+    """Tokens beyond an expert's capacity overwrite its last slot."""
 
     def take(a: jax.Array, index: jax.Array, axis: int) -> jax.Array:
         return jnp.minimum(jnp.take_along_axis(a, index, axis), 12)  # of 32 times, top_k 3 and 8 experts: the last one

@@ -113,7 +113,7 @@ def mean_of_device_means() -> None:
 
 @planted("2x2", "distribution", "activation_gradient/norm")
 def column_inputs_not_summed_backward() -> None:
-    """What enters column-parallel products has the gradient of the first tensor device alone."""
+    """The input of column-parallel products has the gradient of the first tensor device alone."""
 
     def enter(self: Parallel, x: jax.Array) -> jax.Array:
         return jnp.where(lax.axis_index("tensor") == 0, x, lax.stop_gradient(x))
@@ -123,7 +123,7 @@ def column_inputs_not_summed_backward() -> None:
 
 @planted("2x2", "distribution", "activation/layers.0.attention.o_proj")
 def bias_added_on_every_device() -> None:
-    """A row-parallel product adds its bias before the sum, so many times as there are devices."""
+    """A row-parallel product adds its bias before the sum, once per device."""
 
     def call(self: Any, par: Parallel, x: jax.Array) -> jax.Array:
         return par.leave(self.biased(linear.dot(x, self.kernel[...])))
@@ -245,7 +245,7 @@ def times_gathered_in_another_order() -> None:
 
 @planted("context", "distribution", "activation/layers.0.attention.attended")
 def ring_masked_wrongly() -> None:
-    """Of two chunks of another device those that are not to be seen are, and the others not."""
+    """The mask of another device's two chunks is inverted: hidden ones are seen, and the others not."""
     plant(ring_attention, "_others", lambda step: ((1, 0), (0, 0)))
 
 

@@ -30,7 +30,7 @@ def another_microbatch_on_the_last_stage() -> None:
 
 @planted("stages", "distribution", "loss")
 def each_stage_begins_anew() -> None:
-    """What a stage receives is dropped: each begins with the embedding."""
+    """A stage ignores its input: each begins with the embedding."""
     right = Stage.__init__
 
     def init(self: Any, received: Any, first: Any, last: Any) -> None:
@@ -41,7 +41,7 @@ def each_stage_begins_anew() -> None:
 
 @planted("stages", "distribution", "loss")
 def idle_slots_counted() -> None:
-    """What a stage makes in ticks in which it has nothing to do counts too."""
+    """Outputs of a stage's idle ticks count too."""
     right = Timetable.at
 
     def at(self: Any, slot: Any) -> Any:
@@ -66,7 +66,7 @@ def tied_embedding_not_summed_over_stages() -> None:
 
 @planted("stages", "distribution", "loss")
 def computed_again_from_another_input() -> None:
-    """A stage computes again, for gradients and the loss that is told, from an input that is a time off."""
+    """A stage recomputes, for gradients and the reported loss, from an input shifted by one time."""
     right = OneFOneB.accumulate
 
     def accumulate(self: Any, *inputs: Any) -> Any:

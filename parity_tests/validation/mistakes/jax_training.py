@@ -104,7 +104,7 @@ def loss_in_float32() -> None:
 
 @planted("chunks", "mathematics", "loss")
 def what_fills_the_last_chunk_counted() -> None:
-    """What the last chunk of the loss is filled up with is to be predicted, too: as token 0."""
+    """The padding of the last chunk of the loss is predicted too, as token 0."""
     right = loss.chunked
 
     def chunked(targets: jax.Array, chunks: int) -> jax.Array:
@@ -223,7 +223,7 @@ def clip_without_its_epsilon() -> None:
 
 @planted("llama", "mathematics", "exp_avg/*")
 def clip_after_adam() -> None:
-    """What is clipped is Adam's update, not the gradient."""
+    """The clip applies to Adam's update, not to the gradient."""
     right = optax.chain
     plant(optim, "optax", altered(optax, chain=lambda clip, adam, *rest: right(adam, clip, *rest)))
 

@@ -160,7 +160,7 @@ def clip_of_each_shard() -> None:
 
 @planted("2x2", "distribution", "gradient/layers.*.attention.q_norm.weight")
 def one_scale_not_summed_over_tensor() -> None:
-    """The norm of queries is told that it sees all heads: its scale has the gradient of each rank's own."""
+    """The norm of queries is declared to see all heads: its scale has the gradient of each rank's own heads."""
     right = parallelize_module
 
     def seeing_all_heads(model: Any, mesh: Any, styles: Any) -> Any:
@@ -171,7 +171,7 @@ def one_scale_not_summed_over_tensor() -> None:
 
 @planted("2x2", "distribution", "activation_gradient/layers.1.mlp_norm")
 def column_inputs_not_summed_backward() -> None:
-    """What enters the MLP's column-parallel products has this rank's part of the gradient alone."""
+    """The input of the MLP's column-parallel products has this rank's part of the gradient alone."""
     right = llama.MLP.forward
 
     class Unsummed(torch.autograd.Function):

@@ -173,7 +173,7 @@ def biases_dropped() -> None:
 
 @planted("llama", "mathematics", f"{FIRST}.mlp_norm")
 def residual_scaled() -> None:
-    """What attention adds to the residual is divided by sqrt(2)."""
+    """Attention's output is divided by sqrt(2) before it is added to the residual."""
 
     def forward(self: Any, x_BTD: Tensor, rotation: layers.Rotation) -> Tensor:
         x_BTD = x_BTD + 0.5**0.5 * self.attention(self.attention_norm(x_BTD), rotation)
