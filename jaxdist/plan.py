@@ -297,7 +297,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument(
         "--output", type=user_path, metavar="DIR", help="also write plan.html, with drawings, and plan.json"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object; everything else goes to stderr")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; print everything else to stderr")
     add_plugins(parser)
     add_fields(parser)
     given = vars(parser.parse_args(argv))

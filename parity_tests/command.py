@@ -122,7 +122,7 @@ def check(a: Arguments) -> Path:
     if a.experiment.parallel.sized:
         a.experiment.check_mesh(a.experiment.parallel.axes())
     if a.resume:
-        raise ConfigError("--resume: a proof is made anew; leave it out")
+        raise ConfigError("--resume: a proof always starts again; leave it out")
     if a.more["against"] == "torch":  # before JAX has trained
         module_of(a.experiment.model)
         rule_of(a.experiment.optimizer)

@@ -79,7 +79,7 @@ def test_the_output_must_be_new(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--output DIR is missing"):
         main(["--mesh", "1x1"])
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="a proof is made anew"):
+    with pytest.raises(ConfigError, match="a proof always starts again"):
         main(["--mesh", "1x1", "--output", str(tmp_path / "new"), "--resume"])
     with pytest.raises(ConfigError, match="is not empty"):
         main(["--mesh", "1x1", "--output", str(tmp_path)])

@@ -209,7 +209,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument(
         "--readme", type=user_path, metavar="FILE", help="write the tables into this file, between its two comments"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object; everything else goes to stderr")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; print everything else to stderr")
     a = parser.parse_args(argv)
     if a.results and (a.only or a.quick or a.full):
         raise ConfigError("--results measures nothing: --only, --quick and --full choose what to measure; give either")

@@ -422,7 +422,7 @@ def _resolve_resume(run: dict[str, Any]) -> None:
                 f"--resume {folder} --output {output}: a run continues in its own folder; give one of them"
             )
         if not (folder / RUN_CONFIG).is_file():
-            raise ConfigError(f"--resume {folder}: no run is there, it has no {RUN_CONFIG}; {_instead(folder)}")
+            raise ConfigError(f"--resume {folder}: it is not a run, as it has no {RUN_CONFIG}; {_instead(folder)}")
         run["output"], run["resume"] = folder, True
     elif folder and output is None:
         raise ConfigError("--resume needs the folder of the run to continue with; give --resume DIR")

@@ -150,7 +150,7 @@ NOT_HERE = {
     "Adam is without AMSGrad, which keeps the greatest second moment; leave it out": "amsgrad use_amsgrad",
     "momentum is without dampening; leave it out": "dampening",
     "an update's implementation cannot be chosen; leave it out": "foreach capturable differentiable fused",
-    "code that lies in a folder is never run; leave it out": "trust_remote_code",
+    "code in a folder is never executed; leave it out": "trust_remote_code",
     "--config takes a model by its name or its folder, --init its weights too": "model model_name model_config",
 }
 

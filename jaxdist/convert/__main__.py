@@ -243,7 +243,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("--force", action="store_true", help="replace an existing TARGET, once the new one is complete")
     parser.add_argument("--inspect", action="store_true", help="list the tensors of SOURCE: name, shape, dtype, bytes")
     parser.add_argument(
-        "--json", action="store_true", help="with --inspect: print one JSON object; everything else goes to stderr"
+        "--json", action="store_true", help="with --inspect: print one JSON object; print everything else to stderr"
     )
     add_plugins(parser)
     a = parser.parse_args(argv)
@@ -262,7 +262,7 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("--dry-run with --verify: nothing is written that could be read again; leave one out")
     for option in ("to", "model", "peak", "adapter", "inspect", "ema"):
         if a.mapping and getattr(a, option):
-            raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE tells the direction; leave it out")
+            raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE determines the direction; leave it out")
     if a.like and not a.mapping:
         raise ConfigError("--like belongs to --mapping; leave it out")
     load_named(a.plugins, a.source)

@@ -270,7 +270,7 @@ def test_what_is_put_back_is_looked_at(more: list[str], tmp_path: Path) -> None:
 
 def test_a_source_that_was_being_replaced(tmp_path: Path) -> None:
     old = written(sibling(tmp_path / "b", "old"), "hf", content_of(MODEL))
-    with pytest.raises(ConfigError, match=rf"b: no such file or folder, it was being replaced .*, and lies in {old}"):
+    with pytest.raises(ConfigError, match=rf"b: no such file or folder, it was being replaced .*, and is in {old}"):
         main([str(tmp_path / "b"), "--inspect"])
 
 

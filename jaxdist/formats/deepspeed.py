@@ -157,7 +157,7 @@ class Whole(Saved):
         self.model_files, self.models = [self.file], [self.loaded(self.file)]
         if self.model.get("param_shapes"):
             raise self.wrong(
-                f"its fp32 weights and moments are missing, which lie in {DEEPSPEED_OPTIMIZER}",
+                f"its fp32 weights and moments are missing, which are in {DEEPSPEED_OPTIMIZER}",
                 f"give the whole folder, or {self.file} for the copy of fewer bits",
             )
         optimizer = self.model.get("optimizer")

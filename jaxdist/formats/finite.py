@@ -84,7 +84,7 @@ def of_resume(path: Path, weights: bool) -> str:
             "checkpoint before it"
         )
     return (
-        "No later step mends it, also not with train.nonfinite = skip. Begin anew from the weights, which are finite: "
+        "No later step mends it, also not with train.nonfinite = skip. Start again from the weights, which are finite: "
         f"--init {path} with another --output; or move {path} away, to resume from the checkpoint before it"
     )
 

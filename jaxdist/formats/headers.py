@@ -64,7 +64,7 @@ class Headers:
         named = f"it has {', '.join(there[:3])}{', ...' if there[3:] else ''}, and " if there else "it has "
         fix = f"rename {there[0]} to {SINGLE} if it is the whole model" if len(there) == 1 else "give a whole folder"
         if any(part.title.startswith("one of several") for name in there if (part := part_of(self.folder / name))):
-            fix = f"put {INDEX} there, which tells the files of its tensors"
+            fix = f"put {INDEX} there, which lists the files of its tensors"
         return ConfigError(f"{self.folder}: {named}neither {SINGLE} nor {INDEX}; {fix}")
 
     @property

@@ -92,7 +92,9 @@ EVERY: Decisions = {
         fixed(None, 1, 1.0),
         "attention_multiplier residual_multiplier embedding_multiplier logits_scaling logit_scale",
     ),
-    "auto_map": Decision(Effect.TOLD, ABSENT, note="code of the folder is not run; the model is that of model_type"),
+    "auto_map": Decision(
+        Effect.TOLD, ABSENT, note="code in the folder is not executed; model_type determines the model"
+    ),
 }
 DECODER: Decisions = {**EVERY, "is_causal": fixed(True)}
 

@@ -152,7 +152,7 @@ def test_keys_that_are_not_known_are_said() -> None:
     (line,) = notes_on(of("qwen2", pad_token_id=0))
     assert line.startswith("pad_token_id = 0: transformers never trains the input embedding of that token")
     (line,) = notes_on(of("llama", auto_map={"AutoModel": "x.Y"}))
-    assert "code of the folder is not run" in line
+    assert "code in the folder is not executed" in line
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])

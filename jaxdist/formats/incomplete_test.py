@@ -62,6 +62,6 @@ def test_a_shard_that_is_not_there(index: str, shard: str, tmp_path: Path) -> No
 
 
 def test_a_file_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
-    says = r"a.pt: the file is not there; copy it there, or download it again$"
+    says = r"a.pt: the file is missing; copy it there, or download it again$"
     with pytest.raises(ConfigError, match=says), loading(tmp_path / "a.pt"):
         (tmp_path / "a.pt").read_bytes()

@@ -24,7 +24,7 @@ def files_of(path: Path, tree: Any, leaf: ToLeaf) -> dict[str, bytes]:
     for name, file in part(tree, (FILES,)).items() if is_own(tree) else ():
         try:
             if not is_companion(name):
-                raise ValueError("it does not go along with weights")
+                raise ValueError("it is not copied with weights")
             found[name] = bytes_of(path, name, file, MOST_BYTES, leaf)
         except ValueError as error:
             raise ConfigError(f"{path}: its {FILES} have {name!r}: {error}; leave it out") from None

@@ -156,5 +156,5 @@ def loading(path: Path, fix: str = TORCH_WROTE) -> Iterator[None]:
     except Exception as error:  # of a damaged file, many kinds
         reason = str(error) if isinstance(error, ValueError) else f"it is damaged, or of another format ({error!r})"
         if isinstance(error, FileNotFoundError):
-            reason, fix = "the file is not there", "copy it there, or download it again" if fix == TORCH_WROTE else fix
+            reason, fix = "the file is missing", "copy it there, or download it again" if fix == TORCH_WROTE else fix
         raise ConfigError(f"{path}: {textwrap.shorten(reason, 200)}; {fix}") from None

@@ -88,7 +88,7 @@ def kind_of(path: Path) -> str:
             raise error
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
         if (old := sibling(path.resolve(), "old")).exists() and not path.exists():
-            missing += f", it was being replaced when a conversion was killed, and lies in {old}"
+            missing += f", it was being replaced when a conversion was killed, and is in {old}"
         raise ConfigError(
             f"{path}: {missing}; give a run folder, its checkpoints/<step>, a folder with config.json and "
             "*.safetensors or pytorch_model.bin, a torch file, or a folder with .metadata of "

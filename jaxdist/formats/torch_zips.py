@@ -77,7 +77,7 @@ def records(file: IO[bytes]) -> dict[str, Place]:
             raise ValueError("its records are compressed, as torch writes none")
         begin, name = begin_of(file, record), record.filename.removeprefix(f"{folder}/")
         if begin + record.file_size > after or name in found:
-            raise ValueError(f"its record {name} is there twice, or shares bytes with another")
+            raise ValueError(f"its record {name} occurs twice, or shares bytes with another")
         after, found[name] = record.header_offset, Place(begin, record.file_size)
     return found
 

@@ -49,7 +49,7 @@ def target(device: Hardware) -> str:
     """A chip's description for the plugin, in protobuf's text format."""
     chip = device.chip
     if chip is None:
-        raise ConfigError(f"--hardware {device.name}: has no table `chip`, which tells XLA what to compile for; add it")
+        raise ConfigError(f"--hardware {device.name}: has no table `chip`, for which XLA compiles; add it")
     major, minor = chip.capability.split(".")
     return TARGET.format(
         threads=THREADS.get(chip.capability, 2048),

@@ -311,7 +311,7 @@ def newest_whole(checkpoints: Path, verify: Looked = "checksums") -> int | None:
             return step
         wrong.append(f"checkpoint {checkpoints / str(step)} is damaged: {reason}")
     if wrong:
-        raise ConfigError(f"{wrong[0]}; no other is whole: use a copy of it, or begin a new run")
+        raise ConfigError(f"{wrong[0]}; no other is complete: use a copy of it, or begin a new run")
     return None
 
 
@@ -405,4 +405,4 @@ def thin(checkpoints: Path, config: Checkpoint) -> None:
         try:
             folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
         except OSError as error:  # it is not worth a run
-            say(f"checkpoint {folder} stays, though more than checkpoint.keep are there: {error.strerror}")
+            say(f"checkpoint {folder} stays, though there are more than checkpoint.keep: {error.strerror}")

@@ -178,7 +178,7 @@ def test_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(ConfigError, match=r"checkpoint .*/10 is damaged: its file deep/b has changed"):
         whole_checkpoint(run / "10")
     flip(run / "2" / "a")
-    with pytest.raises(ConfigError, match=r"10 is damaged: .* no other is whole"):
+    with pytest.raises(ConfigError, match=r"10 is damaged: .* no other is complete"):
         newest_whole(run)
 
 
@@ -327,7 +327,7 @@ def test_what_a_run_tells_of_its_saves(
     assert capsys.readouterr().out.replace("\n", "") == said.replace("\n", "")
     assert saves.summary() == {"newest": 6, "failed": {"4": why}}
     saves.check_latest()
-    assert kept(saves.summary(), Path("run")).startswith("saved in run; checkpoints that are missing: 1, the")
+    assert kept(saves.summary(), Path("run")).startswith("saved in run; missing checkpoints: 1, the")
     save(8, message)
     assert not saves.missing(8) and saves.missing(10)  # it is not tried again at the end of the run
     assert kept(saves.summary(), Path("run")).startswith("saved in run up to step 6 only; ")
@@ -438,4 +438,4 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, capsys: pytest.C
         patched.setattr(shutil, "rmtree", closed)
         thin(run, Checkpoint(keep=1))
     assert steps_in(run) == [2, 3] and (tmp_path / "elsewhere" / MANIFEST).exists()
-    assert "2 stays, though more than checkpoint.keep are there: Operation not permitted" in capsys.readouterr().out
+    assert "2 stays, though there are more than checkpoint.keep: Operation not permitted" in capsys.readouterr().out

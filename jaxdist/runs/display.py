@@ -103,7 +103,7 @@ def kept(checkpoints: Mapping[str, Any] | None, path: Path | None, step: int = 0
         return f"saved in {path}"
     newest, failed = checkpoints["newest"], [*map(int, checkpoints["failed"])]
     last = max(step, *failed, 0)
-    why = f"; checkpoints that are missing: {len(failed)}, the last that of step {max(failed)}" if failed else ""
+    why = f"; missing checkpoints: {len(failed)}, the last that of step {max(failed)}" if failed else ""
     if newest is None or newest < last:
         why = why or "; checkpoint.final = false leaves out the last"
     if newest is None:

@@ -185,7 +185,7 @@ def test_a_resume_takes_the_config_of_the_run(line: list[str], run: Path) -> Non
 
 
 def test_what_a_resume_is_refused_for(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no run is there, .*; there is one within it: give --resume .*run$"):
+    with pytest.raises(ConfigError, match=r"it is not a run, .*; there is one within it: give --resume .*run$"):
         parsed("--resume", str(tmp_path))
     parsed("--resume", str(run))  # as the message says
     with pytest.raises(ConfigError, match="a run continues in its own folder; give one of them"):

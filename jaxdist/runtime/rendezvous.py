@@ -165,7 +165,7 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-ENDED = "ended before the others, which stop; its own output or that of its launcher says why"
+ENDED = "ended before the others, which stop; see its own output or that of its launcher"
 STOPPED = (
     f"has given no sign of life for {SILENT:.0f} s and the others stop: it was stopped, as by SIGSTOP, or its machine "
     "cannot be reached"

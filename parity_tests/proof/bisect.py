@@ -57,7 +57,7 @@ class Divergence:
         return f"{STAGES.get(kind, f'{{name}}, {kind}').format(name=name)}, step {self.step}"
 
     def __str__(self) -> str:
-        part = "part at" if self.first else "differ, as far as steps were kept, first at"
+        part = "part at" if self.first else "differ, among the recorded steps, first at"
         return (
             f"The runs {part} {self.where}: it differs by {self.error:.2g}, noise is at most {self.bound:.2g}; "
             f"what comes before it{'' if self.first else ' in that step'} agrees to {self.before:.2g}."

@@ -52,7 +52,7 @@ def test_a_step_is_the_first_where_it_began_alike() -> None:
     for step, keys, seen in ((1, ["gradient/a"], True), (6, ["gradient/a"], False), (6, ["start/a", "loss"], True)):
         errors = {key: float(key == keys[-1]) for key in keys}
         found = first(step, errors, dict.fromkeys(keys, 1e-10))
-        assert found and found.first is seen and ("as far as steps were kept" in str(found)) is not seen
+        assert found and found.first is seen and ("among the recorded steps" in str(found)) is not seen
 
 
 @pytest.mark.parametrize("origin", range(1, 65))

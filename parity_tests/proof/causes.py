@@ -88,7 +88,7 @@ def learning_rate(e: Evidence) -> Seen:
     step = int(step)
     ours, theirs = e.curves("learning_rate")
     how = f"it is {theirs[step - 1]:.6g} in {e.theirs.side}, and {ours[step - 1]:.6g} in {e.ours.side}"
-    only = "; what was trained agrees, so it is only logged otherwise" if e.trained == NEVER else ""
+    only = "; the trained weights agree, so it is only logged differently" if e.trained == NEVER else ""
     return step, how + schedule(ours, theirs) + only
 
 
@@ -105,7 +105,7 @@ def schedule(ours: np.ndarray, theirs: np.ndarray) -> str:
             return f": their schedule is {steps} {'ahead' if shift > 0 else 'late'}"
     for factor in FACTORS:
         if same(ours[factor - 1 :: factor], theirs[: len(ours) // factor]):
-            return f": their schedule goes {factor} steps a step"
+            return f": their schedule advances {factor} steps a step"
     peak = int(np.argmax(np.abs(ours)))
     if ours[peak] and same(ours * (theirs[peak] / ours[peak]), theirs):
         return f": {theirs[peak] / ours[peak]:.6g} times ours at every step"
@@ -125,7 +125,7 @@ def forward(e: Evidence) -> Seen:
     if_so = "from" if e.same_start else f"if {e.theirs.side} began with the given weights, then from"
     how = f"{if_so} equal weights and batches the loss differs by {e.at('loss', 1):.2g}"
     if e.first["grad_norm"] == NEVER and e.agrees_at_the_end:
-        return 1, f"{how}, and what was trained agrees, so it is only logged otherwise"
+        return 1, f"{how}, and the trained weights agree, so it is only logged differently"
     least = float(e.bounds["loss"][0])
     if e.rounding and e.at("loss", 1) < CLEAR * least:
         how += f", less than {CLEAR:g} times the {least:.1g} that rounding explains: a run in fp64 decides it"
@@ -147,7 +147,7 @@ def gradients(e: Evidence) -> Seen:
     step = int(step)
     how = f"the loss agrees and the gradient norm differs by {e.at('grad_norm', step):.2g}"
     if e.first["loss"] == NEVER and e.agrees_at_the_end:
-        return step, f"{how}, and what was trained agrees, so the norm alone is computed or logged otherwise"
+        return step, f"{how}, and the trained weights agree, so only the norm is computed or logged differently"
     ours, theirs = e.curves("grad_norm")
     ratios = theirs[step - 1 :] / ours[step - 1 :]
     if np.ptp(ratios) < 1e-3 * abs(ratios[0] - 1):
@@ -172,7 +172,7 @@ def forward_or_backward(e: Evidence) -> Seen:
     if not which and (e.first["grad_norm"] > 1 or not e.slightly):
         return None
     norm = f"the gradient norm differs by {e.at('grad_norm', 1):.2g}"
-    how = f"{agreeing(e)}, and {which or norm}; a run in fp64 tells whether the forward pass differs"
+    how = f"{agreeing(e)}, and {which or norm}; a run in fp64 shows whether the forward pass differs"
     return 1, joined(how, str(e.alone or e.unless_the_start))
 
 
@@ -221,7 +221,7 @@ def clip(e: Evidence) -> Seen:
         return step, f"{how}, and the clip of ours was never reached: their scale differs"
     if e.alone:
         return step, f"{how}: {e.alone}"
-    each = ": numbers, tensors or groups may be clipped each by itself" if " to " in factor else ""
+    each = ": numbers, tensors or groups may be clipped separately" if " to " in factor else ""
     return step, f"{how}{each}"
 
 

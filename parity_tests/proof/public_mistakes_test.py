@@ -188,7 +188,7 @@ NAMED: list[tuple[type[Loop], str, int, str]] = [
     (Rope, "forward pass or loss", 1, "with model.rope_theta = 500000"),
     (NormEps, "forward pass or loss", 1, "with model.norm_eps = 1e-06"),
     (NotDivided, "gradients", 1, "all are 2 times ours"),
-    (SteppedEachMicrobatch, "learning rate", 1, "their schedule goes 2 steps a step"),
+    (SteppedEachMicrobatch, "learning rate", 1, "their schedule advances 2 steps a step"),
     (Untied, "gradients", 1, "a head that does not share the embedding's weights"),
     (ZeroedTooOften, "gradients", 1, "the sum over 2 microbatches"),
     (LogitsRounded, "forward pass or loss", 1, "from equal weights and batches the loss differs"),

@@ -287,7 +287,7 @@ def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
         "Relative error ‖a − b‖ / ‖b‖ of all gradients of a layer as one vector.",
     ]
     if not in_float64(kind, runs):
-        notes.append("The colours are for the eye: what was judged, and within which bound, is listed with the levels.")
+        notes.append("The colours are only a guide: the levels list the checks and their bounds.")
     if not np.isfinite(errors).all():
         notes.append("∞: the two sides cannot be compared there (a NaN, another shape or a missing tensor).")
     if alone := sorted(a.keys() ^ b.keys()):
@@ -313,7 +313,7 @@ def final(kind: str, runs: Pair) -> Plot:
         f"{missing} These are relative errors ‖a − b‖ / ‖b‖ of all that a layer has at the end, as one vector.",
     ]
     if not in_float64(kind, runs):
-        notes.append("The colours are for the eye: what was judged, and within which bound, is listed with the levels.")
+        notes.append("The colours are only a guide: the levels list the checks and their bounds.")
     title = f"Final states by layer, {KINDS[kind]}"
     label = f"Heat map of the relative error of each layer's final states, {KINDS[kind]}. {notes[0]}"
     names = [name.replace("_", " ") for name in columns]

@@ -179,7 +179,7 @@ def test_missing_pieces_are_said_to_be_missing(tmp_path: Path) -> None:
 def test_runs_of_the_policy_alone_have_a_heat_map_for_the_eye(tmp_path: Path) -> None:
     """As the float32 run of another loop has no float64 one beside it."""
     page = written(tmp_path, Verdict(HOLDS), {"policy": pair()}, {1: 2e-8, 4: 5e-9})
-    assert "in embed at step 4, where 5e-09 is allowed" in text_of(page) and "The colours are for the eye" in page
+    assert "in embed at step 4, where 5e-09 is allowed" in text_of(page) and "The colours are only a guide" in page
     assert page.count("Heat map") == 1
 
 

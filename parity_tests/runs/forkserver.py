@@ -40,7 +40,7 @@ def run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str])
         origin.stdin.flush()
         answer = origin.stdout.readline()
         if not answer:
-            raise TrainingError(f"python -m {module}: the process that it was to be forked from ended; start anew")
+            raise TrainingError(f"python -m {module}: the process to fork from has ended; start again")
         code = int(answer)
         said = (Path(folder, name).read_text(encoding="utf-8") for name in OUTPUTS.values())
         return CompletedProcess([module, *arguments], code, *said)

@@ -360,7 +360,7 @@ def start(plan: Plan, function: Callable[[], None], forked: Callable[[], None] =
             for number, handler in before.items():
                 signal.signal(number, handler)
     if (code := min(first)) < 0:
-        hint = ", often for want of memory" if -code == signal.SIGKILL else ""
+        hint = ", often for lack of memory" if -code == signal.SIGKILL else ""
         raise TrainingError(
             f"rank {first.index(code)} was ended by {signal.Signals(-code).name}{hint}; the run stops, and --resume "
             "continues from its newest checkpoint"

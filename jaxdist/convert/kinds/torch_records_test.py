@@ -144,8 +144,8 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         r"its byteorder is .*; load it by torch, and save",
     ),
     "no pickle": (of_rezipped(without("data.pkl")), r"a.pt"),
-    "shares bytes": (shares_bytes, r"is there twice, or shares bytes with another"),
-    "twice": (of_rezipped(twice), r"is there twice, or shares bytes with another"),
+    "shares bytes": (shares_bytes, r"occurs twice, or shares bytes with another"),
+    "twice": (of_rezipped(twice), r"occurs twice, or shares bytes with another"),
     "compressed": (lambda file: rezipped(file, compression=zipfile.ZIP_DEFLATED), r"its records are compressed"),
 }
 

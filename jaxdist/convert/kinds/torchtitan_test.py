@@ -129,7 +129,7 @@ def test_moments_of_queries_keys_and_values_in_one(tmp_path: Path) -> None:
     index = read_index(checkpoint_in(tmp_path / "there"))
     assert not any("wqkv" in name for name in {*index.state_dict_metadata, *index.planner_data})
     odd = Leaf((30, 2), np.dtype(np.float32), lambda: np.ones((30, 2), np.float32))
-    with pytest.raises(ConfigError, match=r"30 rows, which are not those of model.heads .* --to hf"):
+    with pytest.raises(ConfigError, match=r"30 rows, which do not match model.heads .* --to hf"):
         unfused("there", {"a.qkv_linear.wqkv.weight.exp_avg": odd}, LLAMA)
 
 

@@ -214,7 +214,7 @@ def logged_schedule(path: Path, state: State, trainer: Mapping[str, Any]) -> Map
     if not (found := found_schedule(float(peak), steps, (done, float(rate)), log)):
         return {}
     warmup = found["warmup"] - 1
-    say(f"{path}: its rates are those of decay = {found['decay']} over {steps} steps, {warmup} of them warm-up")
+    say(f"{path}: its rates equal those of decay = {found['decay']} over {steps} steps, {warmup} of them warm-up")
     return found
 
 

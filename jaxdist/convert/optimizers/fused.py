@@ -51,7 +51,7 @@ def _cut(what: str, whole: Leaf, heads: tuple[int, int | None], model: Model) ->
     rows, rest = whole.shape[0], whole.shape[1:]
     if not each or rows % (groups * each):
         raise ConfigError(
-            f"{what} has {rows} rows, which are not those of model.heads and model.kv_heads; give --model those of the "
+            f"{what} has {rows} rows, which do not match model.heads and model.kv_heads; give --model those of the "
             "run, or take the weights alone, --to hf"
         )
     first, last = heads

@@ -125,7 +125,7 @@ def test_another_scheduler_than_the_arguments_say(tmp_path: Path, capsys: pytest
     assert rates(KINDS["trainer"].format.read_content(folder), FUTURE) == pytest.approx(
         scheduled(trained, FUTURE), rel=1e-6, abs=1e-9
     )
-    assert "its rates are those of decay = cosine over 20 steps" in capsys.readouterr().out
+    assert "its rates equal those of decay = cosine over 20 steps" in capsys.readouterr().out
 
 
 def test_weights_alone_go_on_by_the_arguments(tmp_path: Path) -> None:
