@@ -89,7 +89,7 @@ def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
         raise ConfigError(f"--against {theirs.path}: give the weights that it started from by --init, or as {init}")
     output = check(a)
     if output.resolve().is_relative_to(theirs.path.resolve()):
-        raise ConfigError(f"--output {output} lies in the run that is proved, {theirs.path}; give another folder")
+        raise ConfigError(f"--output {output} is in the run to be proved, {theirs.path}; give another folder")
     return Proof.against(theirs, a.experiment, output, a.device), a.more["bisect"], init
 
 

@@ -103,8 +103,8 @@ class Memory(Section):
     def _keeps_what_is_offloaded(self) -> "Memory":
         if "activations" in self.offload and self.remat == "none":
             raise ValueError(
-                "memory.offload = activations with memory.remat = none: it is what remat keeps of a block that goes to "
-                "the host; use memory.remat = selective or full, or leave it out"
+                "memory.offload = activations with memory.remat = none: only what remat keeps of a block is moved "
+                "to the host; use memory.remat = selective or full, or leave it out"
             )
         return self
 

@@ -26,7 +26,7 @@ class Strategy:
         if (self.parameters or self.gradients) and not self.optimizer:
             raise ConfigError(
                 f"strategy {self.name!r}: parameters or gradients are sharded and the optimizer's state is not, which "
-                "is updated where the others lie; shard it too: optimizer=True"
+                "is updated where the others are; shard it too: optimizer=True"
             )
         if self.reshards and not self.parameters:
             raise ConfigError(

@@ -58,17 +58,17 @@ def test_a_checkpoint_of_any_kind(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "beside"), [(kind, name) for kind, names in WORK.items() for name in names])
-def test_a_checkpoint_with_work_beside_it(kind: str, beside: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "work"), [(kind, name) for kind, names in WORK.items() for name in names])
+def test_a_checkpoint_with_work_beside_it(kind: str, work: str, tmp_path: Path) -> None:
     if kind == "dcp":
         pytest.importorskip("torch")
     source = written(tmp_path / "source", "hf", with_vocabulary(b"[]"))
     target = written(tmp_path / "b", kind, with_vocabulary(b"{}"))
-    (target / beside).parent.mkdir(exist_ok=True, parents=True)
-    (target / beside).write_text("work")
-    with pytest.raises(ConfigError, match=rf"TARGET \S+ has {beside}, which is of no checkpoint"):
+    (target / work).parent.mkdir(exist_ok=True, parents=True)
+    (target / work).write_text("work")
+    with pytest.raises(ConfigError, match=rf"TARGET \S+ has {work}, which is of no checkpoint"):
         main([str(source), str(target), "--force", "--to", "hf"])
-    assert (target / beside).read_text() == "work"
+    assert (target / work).read_text() == "work"
 
 
 def with_vocabulary(file: bytes) -> Content:

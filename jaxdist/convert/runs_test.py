@@ -130,11 +130,11 @@ def test_a_run_whose_empty_folder_nobody_kept(tmp_path: Path) -> None:
 def test_what_a_long_index_said_is_read(tmp_path: Path) -> None:
     """Of a distributed checkpoint: where each of its entries lay, a million perhaps."""
     run = written(tmp_path / "run", "orbax", replace(content_of(MODELS["Qwen3ForCausalLM"]), origin=Origin("dcp")))
-    beside = run / "origin"
-    said = json.loads((beside / "origin.json").read_text())
+    folder = run / "origin"
+    said = json.loads((folder / "origin.json").read_text())
     ways = {f"model.{i}": ["model", str(i)] for i in range(1000)} | {f"model.{'x' * 2**24}": ["model", "x" * 2**24]}
-    (beside / "origin.json").write_text(json.dumps(said | {"index": ways}))
-    seal(beside)
+    (folder / "origin.json").write_text(json.dumps(said | {"index": ways}))
+    seal(folder)
     assert read_content(run).origin.index == ways
 
 

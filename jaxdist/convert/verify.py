@@ -148,8 +148,8 @@ def verify_logits(ends: Mapping[str, tuple[Path, Content]], dtype: str | None) -
     for end, (_, content) in ends.items():
         if content.naming not in known:
             yield (
-                f"not verified: which tensor of {end} is which; jaxdist reads it by the table that the conversion goes "
-                "by (of Hugging Face folders transformers tells, where it is installed)"
+                f"not verified: which tensor of {end} is which; jaxdist reads it by the table of the conversion "
+                "(transformers verifies Hugging Face folders, where it is installed)"
             )
 
 

@@ -129,7 +129,7 @@ def swapped(a: str, b: str) -> Table:
 
 SWAPS = [("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("input_layernorm", "post_attention_layernorm")]
 BY_US = "of SOURCE by jaxdist and of TARGET by jaxdist, are equal to the bit"
-UNTOLD = "not verified: which tensor of {} is which; jaxdist reads it by the table that the conversion goes by"
+UNTOLD = "not verified: which tensor of {} is which; jaxdist reads it by the table of the conversion"
 
 
 class TestLogits:

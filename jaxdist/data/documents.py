@@ -159,7 +159,7 @@ class Documents:
             keys = [key for key, _ in pairs]
             for key in (self._field, *self._field.split(".")):
                 if keys.count(key) > 1:
-                    raise Unusable(f"the key {key!r} is there {keys.count(key)} times", "keep one of them")
+                    raise Unusable(f"the key {key!r} occurs {keys.count(key)} times", "keep one of them")
         return found
 
     def _json_whole(self, file: Path, content: bytes, line: int) -> Iterator[Piece]:

@@ -365,9 +365,9 @@ DAMAGED = {
     ),
     "twice.jsonl": (
         b'{"text": "a", "text": "b"}\n',
-        r"twice\.jsonl:1: the key 'text' is there 2 times; keep one of them",
+        r"twice\.jsonl:1: the key 'text' occurs 2 times; keep one of them",
     ),
-    "twice.json": (b'[{"text": "a", "text": "b"}]', r"twice\.json:1: the key 'text' is there 2 times"),
+    "twice.json": (b'[{"text": "a", "text": "b"}]', r"twice\.json:1: the key 'text' occurs 2 times"),
     "latin1.csv": ("id,text\n1,é\n".encode("latin1"), r"latin1\.csv:2: not UTF-8: .*; convert the file to UTF-8"),
     "late.csv": (("id,text\n" + "1,a\n" * 5000 + "2,é\n").encode("latin1"), r"late\.csv:5002: not UTF-8"),
     "names.csv": ("id,texté\n1,a\n".encode("latin1"), r"names\.csv:1: not UTF-8"),

@@ -193,7 +193,7 @@ def _labelled(path: Path, by_name: bool) -> tuple[list[tuple[Path, int]], int | 
     classes = {found.name: label for label, found in enumerate(folders[0])}
     if unknown := sorted({found.name for found in folders[1]} - classes.keys()):
         raise ConfigError(
-            f"data.path = {str(held)!r}: classes {', '.join(unknown)} are not among those of train; give them pictures "
+            f"data.path = {str(held)!r}: classes {', '.join(unknown)} are not among those of train; add their pictures "
             "there, or leave them out"
         )
     train, validation = (_pictures(found, classes) for found in folders)

@@ -156,7 +156,7 @@ def test_splits_of_folders(tmp_path: Path) -> None:
     assert "training 6, validation 4" in found.rows["splits"]
     assert opened(tmp_path / "train", validation=0).sequences("train") == 6
     (tmp_path / "val" / "dog").mkdir()
-    with pytest.raises(ConfigError, match=r"val': classes dog are not among those of train; give them pictures there"):
+    with pytest.raises(ConfigError, match=r"val': classes dog are not among those of train; add their pictures there"):
         opened(tmp_path)
     (tmp_path / "extra").mkdir()
     with pytest.raises(

@@ -45,7 +45,7 @@ def is_trainer_folder(path: Path) -> bool:
     return any((path / name).exists() for name in WEIGHTS) and any((path / name).exists() for name in state)
 
 
-def beside(file: Path) -> list[str]:
+def trainer_state_files(file: Path) -> list[str]:
     """Trainer state in files beside a file of weights."""
     names = (*OPTIMIZERS, FSDP_OPTIMIZER, *SCHEDULERS, TRAINER_STATE)
     return [name for name in names if name != file.name and (file.parent / name).exists()]
@@ -89,11 +89,11 @@ class PartFile(NamedTuple):
     name: re.Pattern[str]
     title: str
     needs: str
-    beside: str = ""
+    sibling: str = ""
 
     def holds(self, path: Path) -> bool:
         """Whether `path` is one."""
-        return bool(self.name.fullmatch(path.name)) and (not self.beside or any(path.parent.glob(self.beside)))
+        return bool(self.name.fullmatch(path.name)) and (not self.sibling or any(path.parent.glob(self.sibling)))
 
 
 _SHARD = "one of several shards of a model's weights"
@@ -124,7 +124,7 @@ PART_FILES = (
         re.compile(r"mp_rank_\d+_model_states\.pt"),
         "DeepSpeed's copy of a model's weights, which has neither their fp32 values nor moments",
         DEEPSPEED,
-        beside=DEEPSPEED_OPTIMIZER,
+        sibling=DEEPSPEED_OPTIMIZER,
     ),
     PartFile(re.compile(r"scheduler(_\d+)?\.(pt|bin)"), "the state of a trainer's schedule", "the weights too"),
     PartFile(

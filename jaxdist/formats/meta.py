@@ -81,10 +81,10 @@ def _whole(path: Path, name: str, ranks: Sequence[Mapping[str, Leaf]], shape: Sh
     first = pieces[0]
     axis = next((i for i, (a, b) in enumerate(zip(first.shape, shape, strict=False)) if a != b), len(first.shape))
 
-    def beside(piece: Leaf) -> tuple[Any, ...]:
+    def other_dims(piece: Leaf) -> tuple[Any, ...]:
         return len(piece.shape), piece.shape[:axis], piece.shape[axis + 1 :], piece.dtype
 
-    if len(pieces) < len(ranks) or len({*map(beside, pieces)}) > 1:
+    if len(pieces) < len(ranks) or len({*map(other_dims, pieces)}) > 1:
         there = ", ".join(f"{piece.dtype}{list(piece.shape)}" for piece in pieces)
         raise ConfigError(f"{path}: of {name} its {len(ranks)} {FILES} have {there}; give the whole folder")
     if axis == len(first.shape):

@@ -425,7 +425,7 @@ def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path)
         main([*line[:4], "--steps", str(2 * STEPS), "--optimizer.decay_steps", str(STEPS)])
     with pytest.raises(ConfigError, match=r"--first 20: of .* all steps are proved; leave it out"):
         main([*line[:4], "--first", "20"])
-    with pytest.raises(ConfigError, match=r"--output .*proof lies in the run that is proved, .*; give another folder"):
+    with pytest.raises(ConfigError, match=r"--output .*proof is in the run to be proved, .*; give another folder"):
         main([*line[:3], str(run / "proof")])
     with pytest.raises(ConfigError, match=r"remat_every = 3 does not divide model.layers = 2"):  # of the run, not of 4
         main([*line[:4], "--memory.remat_every", "3"])

@@ -64,7 +64,7 @@ def train(side: str, *arguments: object) -> str:
     return done.stdout
 
 
-def beside(path: Path) -> dict[str, bytes]:
+def companions(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir() if file.suffix != ".safetensors"}
 
 
@@ -87,7 +87,7 @@ def test_an_exported_run_generates_as_the_folder_that_it_began_with(
     assert f"{folder}/config.json: attention_dropout = 0.1: jaxdist trains without dropout" in said.replace("\n", "")
     convert([str(run), str(tmp_path / "same"), "--to", "hf"])
     assert "attention_dropout = 0.1: jaxdist trains without dropout" in capsys.readouterr().out
-    assert beside(tmp_path / "same") == beside(folder)
+    assert companions(tmp_path / "same") == companions(folder)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "same"))
     assert all(torch.equal(before[name], after[name]) for name in before.keys() | after.keys())
     assert generated(tmp_path / "same") == generated(folder)
@@ -96,7 +96,7 @@ def test_an_exported_run_generates_as_the_folder_that_it_began_with(
     convert([str(run), str(tmp_path / "between.pt")])
     convert([str(tmp_path / "between.pt"), str(tmp_path / "out"), "--to", "hf"])
     assert "the weights are written in bfloat16, as those that training began with" in capsys.readouterr().out
-    assert beside(tmp_path / "out") == beside(folder)
+    assert companions(tmp_path / "out") == companions(folder)
     assert generated(tmp_path / "out").startswith("the cat sat")
     moved = load_file(tmp_path / "out/model.safetensors")
     assert moved.keys() == before.keys() and any(not torch.equal(before[name], moved[name]) for name in before)
@@ -109,9 +109,9 @@ def test_a_folder_as_config_gives_its_tokenizer_to_the_export(
     run = tmp_path / "run"
     train("jaxdist", "--config", folder, "--model.layers", 1, "--data.path", data, "--steps", 1, "--output", run)
     convert([str(run), str(tmp_path / "out"), "--dtype", "float32"])
-    right: dict[str, Any] = json.loads(beside(folder)["config.json"]) | {"num_hidden_layers": 1, "dtype": "float32"}
+    right: dict[str, Any] = json.loads(companions(folder)["config.json"]) | {"num_hidden_layers": 1, "dtype": "float32"}
     assert json.loads((tmp_path / "out/config.json").read_text()) == right
-    found = beside(tmp_path / "out")
-    assert {**found, "config.json": b""} == {**beside(folder), "config.json": b""}
+    found = companions(tmp_path / "out")
+    assert {**found, "config.json": b""} == {**companions(folder), "config.json": b""}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.generation_config.eos_token_id == [0, 7] and model.dtype == torch.float32

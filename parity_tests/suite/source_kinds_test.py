@@ -196,8 +196,8 @@ def distributed(below: str, buffers: bool) -> Callable[[Path, Change], Path]:
         optimizer = {f"state.{name}.exp_avg": torch.zeros(3) for name in tensors}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is here
-            beside = {"optimizer": optimizer, "train_state": {"step": torch.tensor(9)}}
-            dcp.save(({below: tree} if below else tree) | beside, checkpoint_id=folder / "dcp", no_dist=True)
+            rest = {"optimizer": optimizer, "train_state": {"step": torch.tensor(9)}}
+            dcp.save(({below: tree} if below else tree) | rest, checkpoint_id=folder / "dcp", no_dist=True)
         return folder / "dcp"
 
     return write

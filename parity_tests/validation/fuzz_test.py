@@ -85,7 +85,7 @@ def load_as_it_is(path: Path, **_: Any) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def beside(tensor: torch.Tensor) -> Place:
+def neighbour(tensor: torch.Tensor) -> Place:
     start, size = place(tensor)
     return Place(start - 4 if size > 16 else start, size)  # not that of a count
 
@@ -120,7 +120,7 @@ PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
     "experts in all without end": ("config", [(mixtral, "MOST_EXPERTS_IN_ALL", END)], "of each layer"),
     "blocks without end": ("config", [(resnet, "MOST_BLOCKS", END)], "one by one"),
     "numpy's errors": ("safetensors", [(safetensors_files.Tensors, "read", read_unchecked)], "imension"),
-    "numbers from beside": ("torch", [(torch_leaves, "place", beside)], "other numbers than those that torch reads"),
+    "numbers from beside": ("torch", [(torch_leaves, "place", neighbour)], "other numbers than those that torch reads"),
     "torch's errors": ("torch", [(torch_files, "load", load_as_it_is)], "Weights only load failed"),
 }  # fmt: skip
 

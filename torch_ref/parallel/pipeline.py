@@ -66,7 +66,7 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
     rounds = max(1, microbatches // stages)
     if parallel.pipeline_schedule == "Interleaved1F1B" and microbatches % rounds:
         raise ConfigError(
-            f"train.accumulation = {microbatches} with {setting}: torch's ScheduleInterleaved1F1B wants a multiple of "
+            f"train.accumulation = {microbatches} with {setting}: torch's ScheduleInterleaved1F1B needs a multiple of "
             f"its {rounds} rounds; use {split_into(experiment, axes, microbatches - microbatches % rounds)}"
         )
 

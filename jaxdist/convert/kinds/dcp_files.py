@@ -258,7 +258,9 @@ def read_content(
     def held() -> dict[str, Any]:
         return fused.unfused(str(path), tensors.extras(), experiment.model) if others else {}
 
-    origin = Origin("dcp", naming, carries, tensors.prefixes, ways, held=held, step=step, left=folders.beside(found))
+    origin = Origin(
+        "dcp", naming, carries, tensors.prefixes, ways, held=held, step=step, left=folders.trainer_state_files(found)
+    )
     return Content(experiment, naming, groups, step, updates, origin, checkpoint=sealed(found)).checked(path)
 
 

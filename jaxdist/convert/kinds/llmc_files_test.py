@@ -111,12 +111,12 @@ def test_moments_and_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_what_is_refused(tmp_path: Path) -> None:
     """And giving the model file, as the message says, leads on."""
-    file, beside = tmp_path / "model_00000040.bin", tmp_path / "state_00000040_00000.bin"
+    file, state_file = tmp_path / "model_00000040.bin", tmp_path / "state_00000040_00000.bin"
     model(file)
-    state(beside, drawn(1), {n: np.abs(a) for n, a in drawn(2).items()})
+    state(state_file, drawn(1), {n: np.abs(a) for n, a in drawn(2).items()})
     whole = file.read_bytes()
     with pytest.raises(ConfigError, match=r"is an optimizer's state of llm.c's; give the model_\*.bin"):
-        main([str(beside), str(tmp_path / "run")])
+        main([str(state_file), str(tmp_path / "run")])
     main([str(file), str(tmp_path / "run")])
     for change, says in (
         (whole[:-4], r"has [\d,]+ bytes, where its header says"),

@@ -50,7 +50,7 @@ from jaxdist.convert.stream import Conversion
 from jaxdist.formats import models
 from jaxdist.formats.companions import neighbours
 from jaxdist.formats.dcp import COPY
-from jaxdist.formats.folders import beside
+from jaxdist.formats.folders import trainer_state_files
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.nanogpt import LOOP, has_loop, is_nanogpt
 from jaxdist.formats.own_files import FILES, files_of
@@ -180,7 +180,7 @@ def read_content(
     extras = _extras(path, tree, order, kinds, averaged)
     files = neighbours(path) | files_of(path, tree, leaf)
     others = {key: value for key, value in tree.items() if not (is_average and key == AVERAGES)}
-    left = [*copies(others, part(tree, MODEL)), *beside(path)]
+    left = [*copies(others, part(tree, MODEL)), *trainer_state_files(path)]
     origin = Origin("torch", naming, carries, files=files, held=lambda: extras, step=step, own=own, left=left)
     if own and ORIGIN in tree:
         origin = replace(origin_of(path, tree), files=files, held=partial(_own_extras, path))
