@@ -24,6 +24,7 @@ from jaxdist.runs.checkpoints import checkpoint_in
 if TYPE_CHECKING:  # else imported when a checkpoint is read
     import tensorstore as ts
 
+OF_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError)
 CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each, in a conversion
 PARAMETERS, INDEX, KEY_OF_DICT = "parameters", "_METADATA", 2
 NAMING = "torch_ref"  # of the tensors: a layer each, as torch lays them out
@@ -34,8 +35,13 @@ def reading(path: Path) -> Iterator[None]:
     """Whatever Orbax raises for a damaged checkpoint becomes a ConfigError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = textwrap.shorten(str(error), 200)
+    except ConfigError:
+        raise
+    except Exception as error:
+        bare = type(error) is Exception  # Orbax's own, around one that says more
+        if not bare and not isinstance(error, OF_DAMAGE):
+            raise
+        reason = textwrap.shorten(str((error.__cause__ if bare else None) or error), 200)
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
 
 

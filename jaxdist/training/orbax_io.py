@@ -30,21 +30,30 @@ def checkpointer(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
     return ocp.Checkpointer(handler)
 
 
-def without_late_writes(hook: Callable[[Any], object]) -> Callable[[Any], None]:
-    """`hook`, the sys.unraisablehook, without one error: after a save has failed, TensorStore's threads complete its
-    other writes although Orbax has closed their event loop, and each would print a traceback."""
+class WithoutLateErrors:
+    """The sys.unraisablehook `hook` without errors of arrays that are still being written or read when another one has
+    failed: Orbax has closed their event loop, and each would print a traceback."""
 
-    def unraisable(met: Any) -> None:
-        if not (met.exc_type is RuntimeError and str(met.exc_value) == "Event loop is closed"):
-            hook(met)
+    LATE = ("Event loop is closed", "Encountered error while reading array index")
 
-    return unraisable
+    def __init__(self, hook: Callable[[Any], object]) -> None:
+        self.hook = hook
+
+    def __call__(self, met: Any) -> None:
+        if not (met.exc_type in (RuntimeError, Exception) and str(met.exc_value).startswith(self.LATE)):
+            self.hook(met)
+
+
+def one_error() -> None:
+    """Have a save or a read that fails print one error alone, in this process from now on."""
+    if not isinstance(sys.unraisablehook, WithoutLateErrors):
+        sys.unraisablehook = WithoutLateErrors(sys.unraisablehook)
 
 
 def writer() -> ocp.AsyncCheckpointer:
     """An asynchronous checkpointer, which writes while training continues."""
     quiet()
-    sys.unraisablehook = without_late_writes(sys.unraisablehook)
+    one_error()
     # Weights and moments hardly compress: 3.02 GB to 2.75.
     return ocp.AsyncCheckpointer(items(partial(ocp.PyTreeCheckpointHandler, use_compression=False)))
 
@@ -82,6 +91,7 @@ def open_reader(
     path: Path, handler: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
 ) -> Iterator[ocp.Checkpointer]:
     """A reader of the checkpoint `path`. Raises ConfigError for a damaged one."""
+    one_error()
     with checkpointer(items(handler)) as reader, reading(path):
         yield reader
 

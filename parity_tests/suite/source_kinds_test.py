@@ -18,6 +18,7 @@ from torch import Tensor
 from jaxdist.config import Checkpoint, Model
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
+from jaxdist.convert.entries import param_specs_of
 from jaxdist.convert.kinds import deepspeed_folders_test as deepspeed
 from jaxdist.convert.kinds import llmc_files_test as llmc
 from jaxdist.convert.kinds import meta_test as meta
@@ -170,11 +171,10 @@ def own_run(name: str) -> Callable[[Path, Change], Path]:
 
     def write(folder: Path, _: Change) -> Path:
         experiment = experiment_for(MODELS[name].model_dump(), "test")
-        leaves = content_of(MODELS[name]).groups[PARAMETERS]
-        state = TrainState(
-            {n: jax.numpy.asarray(leaf.read()) for n, leaf in leaves.items()},
-            optim.optimizer(experiment.optimizer, 1, {}).init({}),
-        )
+        leaves, param_specs = content_of(MODELS[name]).groups[PARAMETERS], param_specs_of(MODELS[name])
+        weights = {n: jax.numpy.asarray(leaf.read()) for n, leaf in leaves.items()}
+        trained = {n: w for n, w in weights.items() if not param_specs[n].statistic}
+        state = TrainState(weights, optim.optimizer(experiment.optimizer, 1, param_specs).init(trained))
         with Checkpoints(folder / "run/checkpoints", Checkpoint()) as checkpoints:
             checkpoints.save(3, experiment, state)
         return folder / "run"
