@@ -62,15 +62,16 @@ class Ranks:
         self.pipes: dict[int, list[Connection]] = {}  # by the number of ranks
         self.runs = Counter[int]()
 
-    def start(self, plan: launch.Plan, function: Callable[[], None]) -> None:
-        """`function` in every rank of `plan`, as by `launch.start`; ends the process where a rank fails."""
+    def start(self, plan: launch.Plan, function: Callable[[], None], forked: Callable[[], None] = lambda: None) -> None:
+        """Run `function` in every rank of `plan`, and `forked` here, as `launch.start`; end where a rank fails."""
         if self.runs[plan.ranks] % RUNS == 0:
-            self.pipes[plan.ranks] = self.forked(plan.ranks)
+            self.pipes[plan.ranks] = self.fork(plan.ranks)
         self.runs[plan.ranks] += 1
         ranks = self.pipes[plan.ranks]
         with TemporaryDirectory() as folder:
             for pipe in ranks:
                 pipe.send((str(Path(folder) / "store"), function))
+            forked()
             running = set(ranks)
             while running:
                 ended = running & set(wait(running))
@@ -78,8 +79,8 @@ class Ranks:
                 if code := max(pipe.recv() for pipe in ended):
                     sys.exit(code)
 
-    def forked(self, count: int) -> list[Connection]:
-        """New ranks in place of those before: how to speak with each."""
+    def fork(self, count: int) -> list[Connection]:
+        """Connections to new ranks, which replace earlier ones."""
         for pipe in self.pipes.pop(count, ()):
             pipe.send(None)
         found = []
