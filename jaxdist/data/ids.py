@@ -32,6 +32,7 @@ OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus 
 WIDE = ("int64", "int32")  # types whose upper half is nearly always zero, the wider first
 LOOKED_AT = 64  # blocks of a .bin that are sampled to find the type of its ids
 TELLING = 32  # ids that are enough to find their width
+MOST_WIDE = 2**22  # above all ids of tokenizers, also where the model has fewer
 LLM_C_HEADER = 4 * llmc.HEADER  # bytes
 # NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
 MEGATRON = b"MMIDIDX\x00\x00"
@@ -219,7 +220,7 @@ def _tells(content: bytes, wide: str, vocab: int) -> bool | None:
     are ids, and look alike: that n of them above all others lie in lower halves alone is a chance of 2^-n. Where all
     upper halves are zero, n counts the others; else it counts the different ones, as a text may repeat itself.
     """
-    half, high = {"int64": ("int32", 2**31), "int32": ("int16", max(vocab, 2**20))}[wide]
+    half, high = {"int64": ("int32", 2**31), "int32": ("int16", max(vocab, MOST_WIDE))}[wide]
     ids, halves = _view(content, wide), _view(content, half)
     halves = halves[: 2 * len(ids)]
     unsigned = halves.view(f"<u{np.dtype(half).itemsize}")

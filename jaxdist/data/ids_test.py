@@ -264,6 +264,32 @@ def test_no_size_is_read_in_another_type(tmp_path: Path, vocab: int, dtype: str)
             assert found == wanted.tolist()
 
 
+@pytest.mark.parametrize("dtype", ["uint32", "int32", "int64"])
+@pytest.mark.parametrize("size", [3, 5000])
+def test_ids_far_beyond_the_vocabulary_are_read_as_no_narrower_type(tmp_path: Path, dtype: str, size: int) -> None:
+    """As uint16, both halves of each would be ids of 65,536 tokens."""
+    (file := tmp_path / "a.bin").write_bytes(RANDOM.integers(2**20, 2**21, size).astype(dtype).tobytes())
+    with pytest.raises(ConfigError, match=r"too few ids to find|token id \d+ with model\.vocab = 65536"):
+        read(file, 65_536)
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [("uint16", "uint32"), ("uint32", "int64")])
+def test_bytes_that_are_ids_of_two_types_are_read_as_the_wider_and_it_is_said(
+    tmp_path: Path, narrow: str, wide: str
+) -> None:
+    """Every second id of the narrower would be zero: the start-up table says what was read, and .npy decides."""
+    ids = RANDOM.integers(1, 50_257, 500)
+    file, narrower = tmp_path / "a.bin", np.stack([ids, 0 * ids], 1).reshape(-1).astype(narrow)
+    narrower.tofile(file)
+    stream = open_stream(Data(path=str(file)), 50_257)
+    assert stream.read(0, len(stream)).tolist() == ids.tolist()
+    assert f"{wide} ids, as the content shows (they begin {ids[0]}, {ids[1]}, " in stream.rows["data"]
+    with pytest.raises(ConfigError, match=rf"if they are {narrow}, save them as \.npy, which names its type"):
+        read(file, 50_257, bin_dtype=narrow)
+    np.save(tmp_path / "a.npy", narrower)
+    assert read(tmp_path / "a.npy", 50_257) == narrower.tolist()
+
+
 def test_files_of_several_types(tmp_path: Path) -> None:
     np.arange(1, 65, dtype=np.uint32).tofile(tmp_path / "a.bin")
     np.arange(1, 65, dtype=np.uint16).tofile(tmp_path / "b.bin")
