@@ -22,6 +22,7 @@ from jaxdist.config.bounded import within
 from jaxdist.formats import buffers
 from jaxdist.formats.folders import (
     CONFIG,
+    DEEPSPEED_EXPERTS,
     DEEPSPEED_MODEL,
     DEEPSPEED_OPTIMIZER,
     DEEPSPEED_UNIVERSAL,
@@ -111,7 +112,7 @@ class Saved:
         )
         there = {
             "layer_*-model_states.pt": ("layers of DeepSpeed's pipeline", load),
-            "layer_*_expert_*_model_states.pt": ("experts of DeepSpeed's mixtures", load),
+            DEEPSPEED_EXPERTS: ("experts of DeepSpeed's mixtures", load),
             "expp_rank_*_optim_states.pt": ("experts of DeepSpeed's mixtures", load),
             "*mp_rank_01_model_states.pt": ("tensors cut by model parallelism", merge if of_zero else load),
         }

@@ -53,9 +53,10 @@ def trainer_state_files(file: Path) -> list[str]:
 
 LATEST, DEEPSPEED_WHOLE = "latest", "mp_rank_00_model_states.pt"
 DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER = "*mp_rank_*_model_states.pt", "*_optim_states.pt"
+DEEPSPEED_EXPERTS = "*expert_*_mp_rank_*_model_states.pt"  # layer_0_expert_3_..., or of older ones expert_3_...
 DEEPSPEED_UNIVERSAL = "zero"  # the folder with the parameters of a universal checkpoint
 DEEPSPEED_PARTS = (
-    *(DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, "layer_*-model_states.pt"),
+    *(DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, DEEPSPEED_EXPERTS, "layer_*-model_states.pt"),
     f"{DEEPSPEED_UNIVERSAL}/optimizer_state.pt",
 )
 DEEPSPEED = f"all {DEEPSPEED_MODEL} and {DEEPSPEED_OPTIMIZER}"
@@ -114,6 +115,11 @@ PART_FILES = (
     ),
     PartFile(
         re.compile(r".*_optim_states\.pt"), "what one rank of DeepSpeed's has of fp32 weights and moments", DEEPSPEED
+    ),
+    PartFile(
+        re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"),
+        "one expert of DeepSpeed's mixtures",
+        DEEPSPEED,
     ),
     PartFile(
         re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt"),
