@@ -61,7 +61,7 @@ def test_a_mixture_of_deepspeed_is_refused_by_name(zero: bool, older: bool, tmp_
 @pytest.mark.parametrize("module", ["jaxdist.convert", "jaxdist.train", "torch_ref.train"])
 def test_the_commands_end_with_2_and_one_line(module: str, tmp_path: Path) -> None:
     tag = mixture(tmp_path, zero=True, older=False)
-    line = [str(tag), str(tmp_path / "out"), "--to", "hf"] if module == "jaxdist.convert" else ["--init", str(tag)]
+    line = (str(tag), str(tmp_path / "out"), "--to", "hf") if module == "jaxdist.convert" else ("--init", str(tag))
     done = forkserver.run(module, line, dict(os.environ))
     assert done.returncode == 2, done.stderr
     (error,) = (text for text in done.stderr.splitlines() if text.startswith("error: "))
