@@ -99,10 +99,15 @@ def arrays(checkpoint: Path) -> dict[str, "ts.TensorStore"]:
 
 
 def check_chunks(name: str, array: "ts.TensorStore") -> None:
+    """Raises ValueError as `check_chunk`."""
+    shape = tuple(size or 1 for size in array.chunk_layout.read_chunk.shape or ())
+    check_chunk(name, shape, tuple(array.shape), array.dtype.numpy_dtype.itemsize)
+
+
+def check_chunk(name: str, chunk_shape: Shape, shape: Shape, itemsize: int) -> None:
     """Raises ValueError where a chunk of an array is much more than the array: all of a chunk is in memory while a part
     of it is read, and a few bytes may stand for it."""
-    numbers = math.prod(size or 1 for size in array.chunk_layout.read_chunk.shape or ())
-    chunk, size = (count * array.dtype.numpy_dtype.itemsize for count in (numbers, math.prod(array.shape)))
+    chunk, size = (itemsize * math.prod(sizes) for sizes in (chunk_shape, shape))
     if chunk > size + CHUNK:
         raise ValueError(f"{name} has chunks of {chunk:,} bytes, and {size:,} itself")
 

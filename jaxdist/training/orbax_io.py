@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxdist.config import Experiment, check_shapes
-from jaxdist.formats.orbax import CHUNK, reading
+from jaxdist.formats.orbax import CHUNK, check_chunk, reading
 from jaxdist.training.step import TrainState
 
 
@@ -100,15 +100,27 @@ def restore(path: Path, **abstract: Any) -> Any:
     """Items of the checkpoint `path`, laid out as ShapeDtypeStructs with shardings. Raises ConfigError."""
     wanted = {item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()}
     with open_reader(path) as reader:
-        found, here = dict(reader.metadata(path).item_metadata["parameters"]), abstract["parameters"]
+        metadata = reader.metadata(path).item_metadata
+        check_arrays({item: metadata[item] for item in abstract})
+        found, here = dict(metadata["parameters"]), abstract["parameters"]
         check_shapes(f"checkpoint {path}", *({n: tuple(a.shape) for n, a in tree.items()} for tree in (found, here)))
         return reader.restore(path, args=ocp.args.Composite(**wanted))
+
+
+def check_arrays(metadata: Any) -> None:
+    """Raises ValueError as `check_chunk`: for the chunks that it is told of, TensorStore takes memory, and ends the
+    process where there is none."""
+    for place, array in jax.tree_util.tree_leaves_with_path(metadata):
+        if (storage := getattr(array, "storage", None)) and storage.chunk_shape:
+            name = jax.tree_util.keystr(place, simple=True, separator=".")
+            check_chunk(name, storage.chunk_shape, tuple(array.shape), np.dtype(array.dtype).itemsize)
 
 
 def on_host(path: Path, item: str) -> Any:
     """An item of the checkpoint `path` as numpy arrays. Raises ConfigError."""
     with open_reader(path, ocp.PyTreeCheckpointHandler) as reader:
         tree = reader.metadata(path).item_metadata[item].tree
+        check_arrays(tree)
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=to_host)})
         return reader.restore(path, args=args)[item]

@@ -264,3 +264,20 @@ def test_of_several_arrays_that_cannot_be_read_one_error_is_told(
     another = SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError("another"))
     sys.unraisablehook(another)  # type: ignore[arg-type]
     assert late == [another]
+
+
+def test_a_chunk_of_more_memory_than_there_is(sources: Callable[[str], Whole]) -> None:
+    """TensorStore would end the process."""
+    whole = sources(".zarray of the optimizer")
+    file = whole.files[0]
+    content = file.read_bytes()
+    described = json.loads(content)
+    try:
+        file.unlink()
+        file.write_text(json.dumps(described | {"chunks": [2**36, *described["chunks"][1:]]}))
+        told = [outcome(read, whole) for read in (trained_by_jaxdist, resumed_by_jaxdist)]
+    finally:
+        file.unlink()
+        file.write_bytes(content)
+    assert all(isinstance(message, str) and f"{whole.path}" in message for message in told), told
+    assert "exp_avg.embed.embedding has chunks of " in told[1]
