@@ -17,8 +17,9 @@ arise, which its metadata list. Kinds, and what they are named by:
 | `weights` | parameter | after the step |
 | `ema` | parameter | the moving average of the weights after the step |
 
-Modules are named by their path, which the twins share; what a module computes by a function of `FUNCTIONS` is named by
-the module and the function's entry there; the whole model's output is `logits`. `gradients` keeps gradient, and scalar
+Modules are named by their path, which the twins share; what a module passes through a tap of its
+own, `Parallel.tap` in JAX and an `nn.Identity` in torch, is named by the module and the tap: `q_rotated`, `k_rotated`
+and `attended` of attention; the whole model's output is `logits`. `gradients` keeps gradient, and scalar
 where a side has it beside metrics.jsonl.
 """
 
@@ -35,8 +36,6 @@ from jaxdist.config.errors import ConfigError
 from jaxdist.config.model import Counts, Section
 from jaxdist.config.optimizer import state_kinds
 
-# A function that models call -> the names of its results, call by call within a module.
-FUNCTIONS = {"rotate": ("q_rotated", "k_rotated"), "attend": ("attended",)}
 LOGITS = "logits"
 
 

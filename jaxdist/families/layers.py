@@ -65,6 +65,9 @@ def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: X, rematerialize: Rema
         y_BTD: X = par.use(nnx.merge(graph, weights))(par, x_BTD, *rest)
         return y_BTD
 
+    if par.taps:
+        return par.taps.scan(partial(block, 0), x_BTD, weights)
+
     def body(x_BTD: X, group: nnx.State[Any, Any]) -> tuple[X, None]:
         for i in range(rematerialize.every):
             apply = rematerialize.keep if i else rematerialize.block

@@ -169,9 +169,19 @@ class Dispatch(Protocol):
         by expert and how many each has."""
 
 
+class Taps(Protocol):
+    """A record of a forward pass (`training/record.py`): arrays and blocks pass through it."""
+
+    def named(self, name: str, x: jax.Array) -> jax.Array:
+        """`x`, noted as `name` of the module that computes it."""
+
+    def scan(self, block: Callable[[X, Any], X], x: X, weights: Any) -> X:
+        """`x` after the `block` of each layer's `weights`, one by one: what is noted within must be seen outside."""
+
+
 @dataclass(frozen=True)
 class Parallel:
-    """Everything that a model sees of its distribution: the operations."""
+    """Everything that a model sees of its distribution: the operations; and, while a step is recorded, its taps."""
 
     strategy: Strategy
     precision: Precision
@@ -180,6 +190,11 @@ class Parallel:
     sequence: bool = False
     stages: Stages = one_stage
     batch_norm: str = "global"
+    taps: Taps | None = None
+
+    def tap(self, name: str, x: jax.Array) -> jax.Array:
+        """`x`, which a record of the step calls `name` of the module that computes it."""
+        return self.taps.named(name, x) if self.taps else x
 
     def use(self, module: M) -> M:
         """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""
@@ -213,7 +228,7 @@ class Parallel:
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int = 0) -> jax.Array:
         """`ops.attention.attend` over all times, of which this device has its own."""
-        return self.context.attend(q_BTHC, k_BTKC, v_BTKC, window)
+        return self.tap("attended", self.context.attend(q_BTHC, k_BTKC, v_BTKC, window))
 
     def experts(self, experts: Rows, x_BTD: jax.Array, routing: Routing) -> jax.Array:
         """The sum over each token's chosen experts, as weighted; partial over tensor where these are."""

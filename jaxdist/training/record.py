@@ -1,17 +1,15 @@
 """Record a step's tensors, for a comparison with another run (`jaxdist/config/record.py`).
 
 The training step is not changed: a second program takes the same state and batch. Gradients and the update come from
-the step's own methods; activations from a forward pass in which the layers are unrolled, every module's result is
-noted, and a probe of zeros is added to it, whose gradient is the result's. For that pass each stage of a pipeline has
-the layers of all.
+the step's own methods; activations from a forward pass in which the layers are unrolled, what modules return
+and what they `tap` is noted, and a probe of zeros is added to it, whose gradient is that of what was noted. For that
+pass each stage of a pipeline has the layers of all.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
-from sys import modules
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -22,11 +20,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config.record import FUNCTIONS, LOGITS
+from jaxdist.config.record import LOGITS
 from jaxdist.data import IGNORED, Batches
-from jaxdist.families import layers
 from jaxdist.ops.varying import at_least_f32, mark_varying
-from jaxdist.parallel.collectives import TIME, Parallel
+from jaxdist.parallel.collectives import TIME
 from jaxdist.parallel.mesh import axes_of
 from jaxdist.parallel.pipeline import AXIS, of_first
 from jaxdist.parallel.rematerialization import Rematerialize, on_device
@@ -43,17 +40,6 @@ OF_ROWS = ("batch/", "activation/", "activation_gradient/")  # kinds of arrays [
 Note = Callable[[str, jax.Array], jax.Array]
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """The attribute `name` of a class or module is `value` for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 class NoRematerialization(Rematerialize):
     """No rematerialization: what a tap notes within a block must be visible outside it."""
 
@@ -64,71 +50,62 @@ class NoRematerialization(Rematerialize):
 NO_REMAT = NoRematerialization("none", 1)
 
 
-@dataclass
+@dataclass(eq=False)
 class Taps:
-    """Within `installed`, what the modules of a model return passes through `note`, with the module's path.
-
-    Of a module that returns several, the first.
-    """
+    """Pass what the modules of `tapped(model)` return, of several results the first, through `note`, with the module's
+    path; and what a module names by `Parallel.tap`, with its own path and that name."""
 
     note: Note
     path: list[str] = field(default_factory=list)
-    layer: tuple[str, str] | None = None  # the path of a stack, and of the one of its layers that runs
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    stack: str | None = None  # the path of the stack whose layers run one by one
+    layer: int | None = None
+    calls: Counter[str] = field(default_factory=Counter)
 
-    @contextmanager
-    def installed(self, model: nnx.Module) -> Iterator[nnx.Module]:
-        """A copy of `model` whose modules know their paths."""
-        named = nnx.merge(*nnx.split(model))
+    def tapped(self, model: nnx.Module) -> nnx.Module:
+        """A copy of `model`, whose modules know their paths and these taps."""
+        named: nnx.Module = nnx.merge(*nnx.split(model))
         module: Any
         for path, module in nnx.iter_modules(named):
-            module.path = ".".join(map(str, path))
-        classes = {c for _, m in nnx.iter_modules(named) for c in type(m).__mro__ if "__call__" in vars(c)}
-        namespace = modules[type(model).__module__]
-        with ExitStack() as stack:
-            for cls in classes:
-                stack.enter_context(replaced(cls, "__call__", self.module(vars(cls)["__call__"])))
-            for owner in (namespace, Parallel):
-                for name in FUNCTIONS.keys() & vars(owner).keys():
-                    stack.enter_context(replaced(owner, name, self.function(name, getattr(owner, name))))
-            for owner in (layers, namespace):  # by its module, or as its own name
-                if hasattr(owner, "scan_layers"):
-                    stack.enter_context(replaced(owner, "scan_layers", self.unrolled))
-            yield named
+            if callable(module):
+                module.path, module.taps = ".".join(map(str, path)), self
+                object.__setattr__(module, "__class__", tapping(module.__class__))
+        return named
 
-    def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def tapped(module: Any, *inputs: Any, **named: Any) -> Any:
-            own = module.path if self.layer is None else module.path.replace(*self.layer, 1)
-            self.path.append(own)
-            y = call(module, *inputs, **named)
-            self.path.pop()
-            several = isinstance(y, tuple)
-            noted = self.note(own or LOGITS, y[0] if several else y)
-            return (noted, *y[1:]) if several else noted
+    def called(self, module: Any, call: Callable[[], Any]) -> Any:
+        """What `call` of a module returns, noted."""
+        if self.layer is not None and self.stack is None:
+            self.stack = module.path
+        path = module.path if self.stack is None else module.path.replace(self.stack, f"{self.stack}.{self.layer}", 1)
+        self.path.append(path)
+        y = call()
+        self.path.pop()
+        several = isinstance(y, tuple)
+        noted = self.note(path or LOGITS, y[0] if several else y)
+        return (noted, *y[1:]) if several else noted
 
-        return tapped
+    def named(self, name: str, x: jax.Array) -> jax.Array:
+        """`x`, noted as `name` of the module that runs; what that names so again, as `name#2`."""
+        path = f"{self.path[-1]}.{name}"
+        self.calls[path] += 1
+        return self.note(path if self.calls[path] == 1 else f"{path}#{self.calls[path]}", x)
 
-    def function(self, name: str, call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        @wraps(call)
-        def tapped(*inputs: Any) -> jax.Array:
-            module = self.path[-1]
-            self.calls[module, name] += 1
-            call_number, names = self.calls[module, name], FUNCTIONS[name]
-            noted = names[call_number - 1] if call_number <= len(names) else f"{names[-1]}#{call_number}"
-            return self.note(f"{module}.{noted}", call(*inputs))
+    def scan(self, block: Callable[[Any, Any], Any], x: Any, weights: Any) -> Any:
+        """`x` after the `block` of each layer, whose first call is that of a module of the stack."""
+        for layer in range(jax.tree.leaves(weights)[0].shape[0]):
+            self.layer = layer
+            x = block(x, jax.tree.map(lambda w, layer=layer: w[layer], weights))
+        self.layer = self.stack = None
+        return x
 
-        return tapped
 
-    def unrolled(self, par: Parallel, layers: nnx.Module, x_BTD: Any, _: Rematerialize, *rest: Any) -> Any:
-        """`scan_layers`, block by block."""
-        graph, weights = nnx.split(layers)
-        for i in range(jax.tree.leaves(weights)[0].shape[0]):
-            self.layer = layers.path, f"{layers.path}.{i}"  # type: ignore[attr-defined]
-            block: Any = par.use(nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], weights)))
-            x_BTD = block(par, x_BTD, *rest)
-        self.layer = None
-        return x_BTD
+@cache
+def tapping(cls: Any) -> Any:
+    """A subclass of a class of modules, whose instances pass what they return through their taps."""
+
+    def call(self: Any, *inputs: Any, **named: Any) -> Any:
+        return self.taps.called(self, partial(cls.__call__, self, *inputs, **named))
+
+    return type(cls)(cls.__name__, (cls,), {"__call__": call})
 
 
 @dataclass(frozen=True)
@@ -264,8 +241,10 @@ class Recorder:
             name: lax.all_gather(w, AXIS, tiled=True)[of_all] if name in self.program.stacked else w
             for name, w in step.gathered(on_device(state.parameters)).items()
         }
-        with Taps(note).installed(step.model) as model:
-            loss, made = replace(step, model=model, rematerialize=NO_REMAT, loss_chunks=1).loss(
-                None, weights, microbatch
-            )
+        taps = Taps(note)
+        recorded = replace(
+            step, model=taps.tapped(step.model), parallel=replace(step.parallel, taps=taps), rematerialize=NO_REMAT,
+            loss_chunks=1,
+        )  # fmt: skip
+        loss, made = recorded.loss(None, weights, microbatch)
         return (loss / count + made.added / step.accumulation) * loss_scale.factor(state.scaling)

@@ -10,6 +10,8 @@ import pytest
 from jaxdist.config import Experiment
 from jaxdist.config.record import read_record, write_record
 from jaxdist.conftest import GPT2, tiny
+from jaxdist.families.llama.model import Attention
+from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.training.program import Program
 from jaxdist.training.record import Recorder
@@ -83,6 +85,20 @@ def test_gradients_alone(batches: Any) -> None:
     fewer = Experiment.parse(made.experiment.model_dump() | {"record": {"steps": [1]}}, source="test")
     record = recorded(replace(made, experiment=fewer), batches)
     assert {name.partition("/")[0] for name in record} == {"scalar", "gradient"}
+
+
+def test_recording_changes_no_class(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules outside the recorded model are called as ever, also while a step is recorded."""
+    called, right = list[Any](), Parallel.tap
+
+    def tap(self: Parallel, name: str, x: jax.Array) -> jax.Array:
+        called.append(Attention.__call__)
+        return right(self, name, x)
+
+    monkeypatch.setattr(Parallel, "tap", tap)
+    before = Attention.__call__
+    recorded(program("1x1"), batches)
+    assert called and all(call is before for call in called)
 
 
 def test_files_keep_order_and_values(tmp_path: Any) -> None:

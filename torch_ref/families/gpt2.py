@@ -25,6 +25,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
         self.v_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
         self.o_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
+        self.attended = nn.Identity()  # for records
         self.head_dim = c.head_dim
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         k_BTHC = self.k_proj(x_BTD).reshape(heads)
         v_BTHC = self.v_proj(x_BTD).reshape(heads)
         q_BTHC, k_BSHC, v_BSHC = self.context.across(q_BTHC, k_BTHC, v_BTHC)
-        y_BTHC = attend(q_BTHC, k_BSHC, v_BSHC, 0, self.context.first(q_BTHC))
+        y_BTHC = self.attended(attend(q_BTHC, k_BSHC, v_BSHC, 0, self.context.first(q_BTHC)))
         return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
 
 
@@ -77,6 +78,7 @@ class GPT2(nn.Module):
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = LayerNorm(c.dim, c.norm_eps, c.bias)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
+        self.logits = nn.Identity()  # for records, of a loss in chunks
         self.config = c
 
     def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:

@@ -144,4 +144,5 @@ class RotaryDecoder(nn.Module):
         self.layers = nn.ModuleList(block(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.dim, c.norm_eps)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
+        self.logits = nn.Identity()  # for records, of a loss in chunks
         self.config: Any = c

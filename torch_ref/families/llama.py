@@ -28,6 +28,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(H, c.dim, bias=c.output_bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.q_rotated, self.k_rotated, self.attended = nn.Identity(), nn.Identity(), nn.Identity()  # for records
         self.head_dim, self.window = c.head_dim, c.window
 
     def forward(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
@@ -37,9 +38,9 @@ class Attention(nn.Module):
         v_BTKC = self.v_proj(x_BTD).reshape(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
-        q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
+        q_BTHC, k_BTKC = self.q_rotated(rotate(q_BTHC, rotation)), self.k_rotated(rotate(k_BTKC, rotation))
         q_BTHC, k_BSKC, v_BSKC = self.context.across(q_BTHC, k_BTKC, v_BTKC)
-        y_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, self.window, self.context.first(q_BTHC))
+        y_BTHC = self.attended(attend(q_BTHC, k_BSKC, v_BSKC, self.window, self.context.first(q_BTHC)))
         return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
 
 

@@ -18,13 +18,14 @@ from torch_ref.families.layers import Embedding, at_least_f32
 
 
 class Model(Protocol):
-    """A decoder. Without `lm_head` it is tied to its embedding."""
+    """A decoder. Without `lm_head` it is tied to its embedding. Logits of a loss in chunks pass through `logits`."""
 
     @property
     def config(self) -> Decoder: ...
 
     embed: Embedding
     lm_head: nn.Linear | None
+    logits: nn.Identity
 
 
 def head(model: Model, x_BTD: Tensor, targets_SN: Tensor | None = None) -> Tensor:
@@ -33,7 +34,7 @@ def head(model: Model, x_BTD: Tensor, targets_SN: Tensor | None = None) -> Tenso
     lm_head = model.lm_head
     if targets_SN is None:
         return functional.linear(x_BTD, model.embed.weight) if lm_head is None else lm_head(x_BTD)
-    return cross_entropy_of_chunks(x_BTD, (lm_head or model.embed).weight, targets_SN, model.config)
+    return cross_entropy_of_chunks(x_BTD, (lm_head or model.embed).weight, targets_SN, model.config, model.logits)
 
 
 def of_tokens(logits: Tensor, model: Config | None) -> Tensor:
@@ -68,16 +69,19 @@ def chunked(targets_BT: Tensor, chunks: int) -> Tensor:
     return functional.pad(targets_BT.flatten(), (0, -targets_BT.numel() % chunks), value=IGNORED).view(chunks, -1)
 
 
-def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets_SN: Tensor, model: Decoder) -> Tensor:
+def cross_entropy_of_chunks(
+    x_BTD: Tensor, weight_VD: Tensor, targets_SN: Tensor, model: Decoder, tap: nn.Module
+) -> Tensor:
     """`cross_entropy` of the logits x · weight, one of the S chunks after the other, each checkpointed; targets as
-    `chunked`.
+    `chunked`. Each chunk's logits [1, N, V] pass through `tap`.
 
     A chunk's gradient of the weight is rounded as its product is; they are added up in float32 or wider.
     """
     exact_VD: Any = at_least_f32(weight_VD)
 
     def chunk(x_ND: Tensor, targets_N: Tensor) -> Tensor:
-        return cross_entropy(of_tokens(functional.linear(x_ND, exact_VD.to(x_ND.dtype)), model), targets_N)
+        logits_NV = of_tokens(functional.linear(x_ND, exact_VD.to(x_ND.dtype)), model)
+        return cross_entropy(tap(logits_NV[None]), targets_N)
 
     x_ND = x_BTD.flatten(0, 1)
     x_SND = functional.pad(x_ND, (0, 0, 0, targets_SN.numel() - len(x_ND))).unflatten(0, targets_SN.shape)

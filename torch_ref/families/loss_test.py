@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.data import IGNORED
@@ -29,7 +29,7 @@ def graded(dtype: torch.dtype, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     if chunks == 1:
         loss = cross_entropy(functional.linear(x_BTD, weight_VD), targets_BT)
     else:
-        loss = cross_entropy_of_chunks(x_BTD, weight_VD, chunked(targets_BT, chunks), MODEL)
+        loss = cross_entropy_of_chunks(x_BTD, weight_VD, chunked(targets_BT, chunks), MODEL, nn.Identity())
     x_bar, weight_bar = torch.autograd.grad(loss, (x_BTD, weight_VD))
     return loss.detach(), x_bar, weight_bar
 

@@ -6,12 +6,10 @@ them and writes.
 """
 
 import math
-import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,13 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from jaxdist.config import Model
-from jaxdist.config.record import FUNCTIONS, LOGITS
+from jaxdist.config.record import LOGITS
 from jaxdist.data import microbatch_order
 from jaxdist.runs.folder import RunFolder
-from torch_ref.families import loss
 from torch_ref.families.layers import at_least_f32
-from torch_ref.families.models import module_of
 from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.context import TIME, context
 from torch_ref.parallel.mesh import BATCH, rank_over
@@ -88,8 +83,6 @@ class Taps:
         self.of_times, self.keep = of_times, keep
         self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.gradients: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self.path: list[str] = []
-        self.calls: Counter[tuple[str, str]] = Counter()
         self.open = False  # a block that is recomputed in the backward pass is not noted again
 
     def note(self, name: str, y: Tensor) -> None:
@@ -105,27 +98,20 @@ class Taps:
         y.register_hook(keep)
 
     @contextmanager
-    def installed(self, model: nn.Module, namespace: ModuleType) -> Iterator[None]:
-        """For the modules of `model` and the functions that they call by their names in `namespace`."""
+    def installed(self, model: nn.Module) -> Iterator[None]:
+        """For the modules of `model`."""
         with ExitStack() as stack:
             for part in parts_of(model):
                 for path, module in part.named_modules():
                     self._hook(stack, path, module)
-            for name in FUNCTIONS.keys() & vars(namespace).keys():
-                stack.callback(setattr, namespace, name, getattr(namespace, name))
-                setattr(namespace, name, self.function(name, getattr(namespace, name)))
-            stack.callback(setattr, loss, "cross_entropy", loss.cross_entropy)
-            loss.cross_entropy = self.chunk(loss.cross_entropy)  # type: ignore[assignment]
             yield
 
     def _hook(self, stack: ExitStack, path: str, module: nn.Module) -> None:
         def enter(*_: Any) -> None:
             if not path:
-                self.open, self.calls = True, Counter()
-            self.path.append(path)
+                self.open = True
 
         def leave(_: nn.Module, __: Any, output: Any) -> None:
-            self.path.pop()
             if path or getattr(module, "norm", True):  # else it is no logits that a part returns
                 self.note(path or LOGITS, output[0] if isinstance(output, tuple) else output)
             if not path:
@@ -133,24 +119,6 @@ class Taps:
 
         stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
         stack.callback(module.register_forward_hook(leave).remove)
-
-    def function(self, name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def tapped(*inputs: Any) -> Tensor:
-            y = call(*inputs)
-            module = self.path[-1]
-            if self.open:
-                self.calls[module, name] += 1
-                self.note(f"{module}.{FUNCTIONS[name][self.calls[module, name] - 1]}", y)
-            return y
-
-        return tapped
-
-    def chunk(self, call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        def tapped(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-            self.note(LOGITS, logits_NV[None])
-            return call(logits_NV, targets_N)
-
-        return tapped
 
 
 def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | None:
@@ -165,7 +133,7 @@ def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | Non
         if stage == "gradient":
             gradients.update({n: p.grad.clone() for n, p in named(model) if p.grad is not None})
 
-    with taps.installed(model, namespace_of(config)):
+    with taps.installed(model):
         step(watch)
     kinds: dict[str, dict[str, list[Tensor]]] = {
         "weight": {n: [p] for n, p in named(model)},
@@ -198,11 +166,6 @@ def depth(name: str) -> float:
     return math.inf if kind in ("norm", "lm_head", LOGITS) else -1
 
 
-def namespace_of(model: Model) -> ModuleType:
-    """The module of a model's class, whose functions are tapped: FSDP2 gives a wrapped model another class."""
-    return sys.modules[module_of(model).__module__]
-
-
 class Recorder:
     """Records of single steps of one rank's model and optimizer."""
 
@@ -212,7 +175,6 @@ class Recorder:
         self.model, self.optimizer, self.mesh = program.model, program.optimizer, program.mesh
         experiment, mesh = program.experiment, program.mesh
         self.steps = experiment.record.steps if folder else ()
-        self.namespace = namespace_of(experiment.model)
         plan = FAMILIES[experiment.model.family].plan
         self.sliced = OF_HEADS | {name.rpartition(".")[2] for name, style in plan.items() if style in SLICED}
         self.every = experiment.record.tensors == "all"
@@ -246,7 +208,7 @@ class Recorder:
             parts = ("images" if self.images else "tokens", [batch.inputs]), ("targets", [batch.targets])
             kinds["batch"] = self.joined(dict(parts))
             kinds["start"] = gathered(dict(model_tensors(self.model)))
-        with taps.installed(self.model, self.namespace) if self.every else nullcontext():
+        with taps.installed(self.model) if self.every else nullcontext():
             yield watch
         if self.every:
             kinds["activation"] = self.joined(taps.noted)

@@ -33,7 +33,8 @@ class Attention(nnx.Module):
         v_BTKC = self.v_proj(x_BTD).reshape(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
-        q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
+        q_BTHC = par.tap("q_rotated", rotate(q_BTHC, rotation))
+        k_BTKC = par.tap("k_rotated", rotate(k_BTKC, rotation))
         y_BTHC = par.attend(q_BTHC, k_BTKC, v_BTKC, self.window)
         return self.o_proj(par, y_BTHC.reshape(*x_BTD.shape[:2], -1))
 

@@ -98,7 +98,8 @@ def qk_norm_after_rope() -> None:
     def call(self: Any, par: Parallel, x_BTD: jax.Array, rotation: rotary.Rotation) -> jax.Array:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q, k, v = (p(x_BTD).reshape(heads) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotary.rotate(q, rotation), rotary.rotate(k, rotation)
+        q = par.tap("q_rotated", rotary.rotate(q, rotation))
+        k = par.tap("k_rotated", rotary.rotate(k, rotation))
         y = par.attend(self.q_norm(q), self.k_norm(k), v, self.window)
         return self.o_proj(par, y.reshape(*x_BTD.shape[:2], -1))
 

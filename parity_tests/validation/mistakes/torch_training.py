@@ -117,10 +117,10 @@ def head_learns_from_one_chunk() -> None:
     """The head's weight is detached for the chunks of the loss but the last, so that none of them keeps a gradient."""
     right = loss.cross_entropy_of_chunks
 
-    def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets_SN: Tensor, model: Any) -> Tensor:
+    def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets_SN: Tensor, *rest: Any) -> Tensor:
         others, last = targets_SN.clone(), targets_SN.clone()
         others[-1], last[:-1] = IGNORED, IGNORED
-        return right(x_BTD, weight_VD.detach(), others, model) + right(x_BTD, weight_VD, last, model)
+        return right(x_BTD, weight_VD.detach(), others, *rest) + right(x_BTD, weight_VD, last, *rest)
 
     everywhere(right, cross_entropy_of_chunks)
 

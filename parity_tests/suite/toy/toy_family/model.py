@@ -21,13 +21,14 @@ class Attention(nnx.Module):
         self.o_proj = RowLinear(H, c.dim, ("heads", "embed"), c.init_std)
         self.head_dim, self.rotated = c.head_dim, c.rotated
 
-    def turned(self, x_BTHC: jax.Array, rotation: Any) -> jax.Array:
+    def turned(self, par: Any, name: str, x_BTHC: jax.Array, rotation: Any) -> jax.Array:
         turned, rest = jnp.split(x_BTHC, [self.rotated], axis=-1)
-        return jnp.concatenate([rotate(turned, rotation), rest], -1)
+        return jnp.concatenate([par.tap(name, rotate(turned, rotation)), rest], -1)
 
     def __call__(self, par: Any, x_BTD: jax.Array, rotation: Any) -> jax.Array:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q_BTHC, k_BTKC = (self.turned(p(x_BTD).reshape(heads), rotation) for p in (self.q_proj, self.k_proj))
+        q_BTHC = self.turned(par, "q_rotated", self.q_proj(x_BTD).reshape(heads), rotation)
+        k_BTKC = self.turned(par, "k_rotated", self.k_proj(x_BTD).reshape(heads), rotation)
         y_BTHC = par.attend(q_BTHC, k_BTKC, self.v_proj(x_BTD).reshape(heads), 0)
         return self.o_proj(par, y_BTHC.reshape(*x_BTD.shape[:2], -1))
 

@@ -22,17 +22,19 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(c.dim, K, bias=False)
         self.v_proj = nn.Linear(c.dim, K, bias=False)
         self.o_proj = nn.Linear(H, c.dim, bias=False)
+        self.q_rotated, self.k_rotated, self.attended = nn.Identity(), nn.Identity(), nn.Identity()  # for records
         self.head_dim, self.rotated = c.head_dim, c.rotated
 
-    def turned(self, x_BTHC: Tensor, rotation: Any) -> Tensor:
+    def turned(self, x_BTHC: Tensor, rotation: Any, seen: nn.Module) -> Tensor:
         turned, rest = x_BTHC.split([self.rotated, self.head_dim - self.rotated], dim=-1)
-        return torch.cat([rotate(turned, rotation), rest], -1)
+        return torch.cat([seen(rotate(turned, rotation)), rest], -1)
 
     def forward(self, x_BTD: Tensor, rotation: Any) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q_BTHC, k_BTKC = (self.turned(p(x_BTD).reshape(heads), rotation) for p in (self.q_proj, self.k_proj))
+        q_BTHC = self.turned(self.q_proj(x_BTD).reshape(heads), rotation, self.q_rotated)
+        k_BTKC = self.turned(self.k_proj(x_BTD).reshape(heads), rotation, self.k_rotated)
         q_BTHC, k_BSKC, v_BSKC = self.context.across(q_BTHC, k_BTKC, self.v_proj(x_BTD).reshape(heads))
-        y_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, 0, self.context.first(q_BTHC))
+        y_BTHC = self.attended(attend(q_BTHC, k_BSKC, v_BSKC, 0, self.context.first(q_BTHC)))
         return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
 
 
