@@ -20,7 +20,15 @@ from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.bounded import parse
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds import hf, peft
-from jaxdist.convert.kinds.registry import KINDS, check_folder_name, check_name, target_kind, targets, with_article
+from jaxdist.convert.kinds.registry import (
+    KINDS,
+    check_folder_name,
+    check_name,
+    target_kind,
+    targets,
+    with_article,
+    writable,
+)
 from jaxdist.convert.mappings import mapped
 from jaxdist.convert.mappings.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mappings.mapping import MAPPINGS, KeyMapping, find_mapping
@@ -191,6 +199,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("target", type=user_path, nargs="?", metavar="TARGET", help="folder or torch file to write")
     parser.add_argument(
         "--to",
+        type=writable,
         choices=targets(),
         help="kind of the target (default: torch for *.pt, hf from orbax, else orbax)",
     )

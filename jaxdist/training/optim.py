@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxdist.config import EMA, Optimizer
 from jaxdist.config.optimizer import COLUMNS, OPTIMIZERS, ROWS, AppliesTo
-from jaxdist.config.plugins import piece
+from jaxdist.config.plugins import function
 from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.training.matrices import ShardedParam, orthogonal
 
@@ -157,9 +157,9 @@ Rule = Callable[[Optimizer, jax.Array, Arrays, UpdateStep, ShardedParam], tuple[
 
 
 def rule_of(o: Optimizer) -> Rule:
-    """The update rule of an optimizer. Raises ConfigError where a plugin's has none that can be imported."""
-    rule: Rule = piece(OPTIMIZERS, o.name, "rule", "training in JAX")
-    return rule
+    """The update rule of an optimizer. Raises ConfigError where a plugin's has none that can be imported, and there for
+    what it raises."""
+    return function(OPTIMIZERS, o.name, "rule", "training in JAX", tuple)
 
 
 class State(NamedTuple):

@@ -257,6 +257,14 @@ LACKING: dict[str, tuple[str, Callable[[list[str]], None], list[str]]] = {
         "jaxdist.register_data_source(jaxdist.DataSource('bare'))",
         train.main, [*TRAIN, "--data.source", "bare"],
     ),
+    "the optimizer 'bare' of plugin 'bad_plugin': its rule fails, TypeError: .*<lambda>": (
+        "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}, lambda o, g: g))",
+        train.main, [*TRAIN, "--optimizer.name", "bare"],
+    ),
+    "--to: the kind of checkpoint 'bare' of plugin 'bad_plugin' has no naming, which writing it needs; register it": (
+        "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', bool, bool))",
+        convert, ["SOURCE", "bare.file", "--to", "bare", "--plugins", "bad_plugin"],
+    ),
     "the kind of checkpoint 'bare' of plugin 'bad_plugin' has no check and write in its module, which --to needs": (
         "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', bool, bool, naming='huggingface'))",
         convert, ["SOURCE", "bare.file", "--to", "bare", "--plugins", "bad_plugin"],

@@ -1,15 +1,17 @@
 """Interface of a checkpoint kind's module, and the kinds that can be written."""
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Protocol
 
 from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.plugins import named
 from jaxdist.convert.content import Content, Leaf
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats.kinds import KINDS, CheckpointKind, with_article
 from jaxdist.formats.torch_files import SUFFIXES
 
-__all__ = ["KINDS", "Format", "check_folder_name", "check_name", "target_kind", "targets", "with_article"]
+__all__ = ["KINDS", "Format", "check_folder_name", "check_name", "target_kind", "targets", "with_article", "writable"]
 
 
 class Format(Protocol):
@@ -34,6 +36,16 @@ class Format(Protocol):
 def targets() -> tuple[str, ...]:
     """The kinds that can be written."""
     return tuple(name for name, kind in KINDS.items() if kind.naming)
+
+
+def writable(name: str) -> str:
+    """A value of --to. Raises ArgumentTypeError for a plugin's kind that is only read."""
+    if name in KINDS and not KINDS[name].naming and not KINDS.built_in(name):
+        raise ArgumentTypeError(
+            f"{named(KINDS, name)} has no naming, which writing it needs; register it with one, and with a module that "
+            f"has check and write, or choose from {', '.join(targets())}"
+        )
+    return name
 
 
 def check_name(target: Path, kind: CheckpointKind) -> None:
