@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -309,6 +310,16 @@ def test_a_piece_that_a_command_lacks(said: str, bad: Package, folder: Path, tmp
     given = [str(folder / "hf") if argument == "SOURCE" else argument for argument in arguments]
     with registered(), pytest.raises(ConfigError, match=said):
         main(given)
+
+
+def test_the_readmes_rows_are_registered() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", readme.partition("## Plugins")[2].partition("\n## ")[0], re.DOTALL)
+    with registered():
+        exec("\n".join(code), {"__name__": "my_package"})
+        owned = [{name for name in table if table.owner(name) == "my_package"} for table in TABLES]
+        assert registry.FAMILIES["mine"].config.model_fields["rotated"].default == 4
+    assert owned == [{"mine"}] * len(TABLES)
 
 
 def test_a_strategy_that_cannot_be() -> None:
