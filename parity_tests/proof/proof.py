@@ -188,7 +188,8 @@ class Proof:
             self.train(JAX, self.config("policy"), init, "--precision", "fp32", "--mesh", "1x1", "--steps", "0")
         start = self.folder / "start"
         start.parent.mkdir(parents=True, exist_ok=True)
-        self.finish("jaxdist.convert", str(init), str(start), "--to", "hf")
+        plugins = [text for name in self.experiment.plugins or () for text in ("--plugins", name)]
+        self.finish("jaxdist.convert", str(init), str(start), "--to", "hf", *plugins)
         return start
 
     def entry(self, side: str) -> tuple[str, ...]:
