@@ -59,7 +59,7 @@ def check_folder_name(target: Path, title: str, other: str = "") -> None:
     do instead, for the end of the message."""
     if target.suffix in (".safetensors", *SUFFIXES):
         raise ConfigError(
-            f"TARGET {target}: {target.suffix} is the ending of a file, and a folder is written, "
+            f"TARGET {target}: {target.suffix} ends the name of a file, and the target is a folder, "
             f"{with_article(title)}; give the name of one{other}"
         )
 
