@@ -259,7 +259,7 @@ def one_of(value: Any, kinds: tuple[type, ...]) -> bool:
 def unlike(value: Any, kind: type, fields: Mapping[str, tuple[type, ...]]) -> str:
     """In what a field of summary.json is not what is read of it, in words; nothing where it is."""
     if not isinstance(value, kind):
-        return f"is no {kind.__name__}"
+        return f"is not a {kind.__name__}"
     for row in value if isinstance(value, list) else [value]:
         for name, kinds in fields.items():
             held = row if isinstance(row, dict) else {}
