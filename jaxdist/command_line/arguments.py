@@ -380,7 +380,7 @@ def parse(
     config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
     experiment = load(config, given, option, start)
     if run["init"]:
-        experiment = experiment.holding(of_weights(experiment.model))
+        experiment = experiment.pinning(of_weights(experiment.model))
     notes = dict.fromkeys((*(start.notes if start else ()), *config_notes(run["config"])))
     told = not run["init"] or start or config or any(name.startswith("model.") for name in given)
     return Arguments(experiment=experiment, notes=tuple(notes), model_told=bool(told), **run)

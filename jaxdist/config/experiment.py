@@ -176,8 +176,8 @@ class Experiment(Section):
         plugins = dict.fromkeys((*(self.plugins or ()), *used(owners)))
         return self.model_copy(update={"plugins": tuple(plugins)}) if plugins else self
 
-    def holding(self, fields: Iterable[str]) -> "Experiment":
-        """This experiment, with weights or a run that hold the `fields`."""
+    def pinning(self, fields: Iterable[str]) -> "Experiment":
+        """This experiment, in which given weights or a resumed run determine the `fields`."""
         pinned = self.model_copy()
         pinned._pinned = frozenset(fields)
         return pinned
@@ -416,8 +416,8 @@ class Experiment(Section):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
     @classmethod
-    def parse(cls, values: dict[str, Any], source: str, held: Iterable[str] = ()) -> "Experiment":
-        """Validate nested `values`, read from `source`, where weights hold the fields `pinned`.
+    def parse(cls, values: dict[str, Any], source: str, pinned: Iterable[str] = ()) -> "Experiment":
+        """Validate nested `values`, read from `source`, where the weights or the run determine the fields `pinned`.
 
         Raises ConfigError, one line per problem.
         """
@@ -426,7 +426,7 @@ class Experiment(Section):
                 f"{source}: {reprlib.repr(values)} is not a table of settings; give the sections of a config"
             )
         try:
-            return cls.model_validate(values, context=held).naming_plugins()
+            return cls.model_validate(values, context=pinned).naming_plugins()
         except pydantic.ValidationError as error:
             lines = [_explain(problem, values) for problem in error.errors()]
             raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None

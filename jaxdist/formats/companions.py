@@ -80,5 +80,5 @@ def neighbours(file: Path) -> dict[str, bytes]:
     try:
         return companions(file.parent)
     except ConfigError as error:
-        say(f"files next to {file} stays behind: {error}")
+        say(f"files next to {file} stay behind: {error}")
         return {}

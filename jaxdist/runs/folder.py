@@ -91,7 +91,7 @@ class RunFolder:
         if not self.experiment.data.fingerprint:
             self.experiment = self.experiment.on_data(begun.data.fingerprint)
         pinned = (field for field in _flat(begun.model_dump()) if not field.startswith(RESUMABLE_FIELDS))
-        self.experiment = self.experiment.holding(field for field in pinned if not _may_change(begun, field))
+        self.experiment = self.experiment.pinning(field for field in pinned if not _may_change(begun, field))
         found = [one for one in differences(begun, self.experiment) if not _may_change(begun, one[0])]
         if found:
             told = " and ".join(f"{field} = {before!r}, not {now!r}" for field, before, now in found)

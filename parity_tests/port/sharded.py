@@ -91,7 +91,7 @@ class Sharded:
         values["model"] = {"family": "llama", "layers": max(stacked, default=1)}
         values["train"] = {"steps": 1} | dict(self.sections.get("train", {})) | sections.get("train", {})
         values["train"]["batch"] = rows or values["train"].get("accumulation", 1)
-        return Experiment.parse(values, source="sections", held=["train.batch"])  # that of `batches`
+        return Experiment.parse(values, source="sections", pinned=["train.batch"])  # that of `batches`
 
     def mesh(self, parallel: ParallelSection) -> Mesh:
         """On accelerators if there are enough, else on CPU devices. Raises ConfigError where there are fewer."""
