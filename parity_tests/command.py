@@ -100,7 +100,9 @@ def run_at(given: str) -> Run:
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--against {error}; give torch, transformers, or a run folder") from None
     if not (path / "config.toml").exists():
-        raise ConfigError(f"--against {given}: no run folder, it lacks config.toml; give torch, transformers, or a run")
+        raise ConfigError(
+            f"--against {given}: not a run folder, it lacks config.toml; give torch, transformers, or a run"
+        )
     run = Run(f"run {path.name}", path)
     run.check()
     run.check_names()

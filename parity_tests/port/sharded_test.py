@@ -154,7 +154,7 @@ def test_weights_and_layouts_that_do_not_fit() -> None:
         port.sharded.check(port.jax_parameters | {"norm.scale": np.ones(4)}, port.batches, port.optimizer)
     with pytest.raises(ConfigError, match=r"parameter weight has no axes"):
         Sharded(Bare())
-    with pytest.raises(ConfigError, match=r"parameter weight: logical axis 'hiden' is none; did you mean 'hidden'"):
+    with pytest.raises(ConfigError, match=r"parameter weight: unknown logical axis 'hiden'; did you mean 'hidden'\?"):
         Sharded(Unknown()).parameters()
 
 

@@ -429,7 +429,8 @@ def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path)
         main([*line[:3], str(run / "proof")])
     with pytest.raises(ConfigError, match=r"remat_every = 3 does not divide model.layers = 2"):  # of the run, not of 4
         main([*line[:4], "--memory.remat_every", "3"])
-    with pytest.raises(ConfigError, match=r"--against .*nowhere: no run folder, .* give torch, transformers, or a run"):
+    refused = r"--against .*nowhere: not a run folder, .* give torch, transformers, or a run"
+    with pytest.raises(ConfigError, match=refused):
         main(["--against", str(tmp_path / "nowhere"), "--output", str(tmp_path / "proof")])
 
 
