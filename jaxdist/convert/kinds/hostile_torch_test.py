@@ -203,7 +203,7 @@ def test_a_terabyte_beside_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     terabyte(tmp_path / "tokenizers.tar")
     main([str(file), str(tmp_path / "b"), "--to", "hf"])
     assert (tmp_path / "b" / "model.safetensors").exists()
-    assert "a.pt stays behind: " in capsys.readouterr().out
+    assert "a.pt stay behind: " in capsys.readouterr().out
 
 
 def test_a_tokenizer_of_a_terabyte(tmp_path: Path) -> None:
