@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Arguments -> what is found, on standard output; with --json alone there."""
     a = arguments(sys.argv[1:] if argv is None else argv)
     with aside(a.json):
-        told = evaluate(a)
-    say(told)
+        line = evaluate(a)
+    say(line)
 
 
 def evaluate(a: Any) -> str:
@@ -69,11 +69,11 @@ def evaluate(a: Any) -> str:
     loss, counted = found.mean, int(found.counted)
     if experiment.model.input_kind == "images":
         result = {"loss": loss, "accuracy": found.right / counted, "images": counted}
-        told = f"loss {loss:.6f}, accuracy {result['accuracy']:.2%}, {counted:,} images"
+        line = f"loss {loss:.6f}, accuracy {result['accuracy']:.2%}, {counted:,} images"
     else:
         result = {"loss": loss, "perplexity": perplexity(loss), "tokens": counted}
-        told = f"loss {loss:.6f}, perplexity {result['perplexity']:.4f}, {counted:,} tokens"
-    return json.dumps(result) if a.json else f"{where}: {told}"
+        line = f"loss {loss:.6f}, perplexity {result['perplexity']:.4f}, {counted:,} tokens"
+    return json.dumps(result) if a.json else f"{where}: {line}"
 
 
 def write(file: Path, logits: np.ndarray) -> None:

@@ -65,15 +65,15 @@ def planned(e: Experiment, device: Hardware, a: Any) -> tuple[bool, dict[str, An
     compiled = compile_plan(e, device) if a.compiled else None
     fits = plan.if_known("fits")
     change = smallest_change(plan) if fits is False else None
-    found = told(plan) | ({"compiled": asdict(compiled)} if compiled else {})
+    found = printed(plan) | ({"compiled": asdict(compiled)} if compiled else {})
     found["smallest_change"] = flags(change.experiment, e) if change else ""
-    said = [unknown(plan, compiled)] if plan.unknown else []
+    lines = [unknown(plan, compiled)] if plan.unknown else []
     found |= {"unknown": plan.unknown} if plan.unknown else {}
-    said += [verdict(plan, change)] if fits is not None else []
+    lines += [verdict(plan, change)] if fits is not None else []
     if not a.json:
-        show(plan, compiled, said)
+        show(plan, compiled, lines)
     if a.output:
-        draw(a.output, neighbours(plan), said, found)
+        draw(a.output, neighbours(plan), lines, found)
     return fits is not False, found
 
 
@@ -86,7 +86,7 @@ def recommended(e: Experiment, device: Hardware, a: Any) -> tuple[bool, dict[str
         say(f"does not fit: {error}")
         return False, found | {"fits": False, "plans": [], "reasons": [str(error)]}
     best, why = plans[: a.top], reasons(plans[0])
-    found |= {"plans": [told(plan) for plan in best], "reasons": why}
+    found |= {"plans": [printed(plan) for plan in best], "reasons": why}
     if not a.json:
         show_ranking(best, len(plans), why)
         say(f"to train so, add to the command line: {flags(plans[0].experiment, e)}")
@@ -112,7 +112,7 @@ def drawn(folder: Path, plans: Sequence[Plan], notes: Sequence[str], found: Any)
     return page
 
 
-def told(plan: Plan) -> dict[str, Any]:
+def printed(plan: Plan) -> dict[str, Any]:
     """A plan as --json prints it: bytes of a device, seconds of a step; null what no closed form tells."""
     e, time = plan.experiment, plan.if_known("time")
     return {
@@ -149,9 +149,9 @@ def verdict(plan: Plan, change: Plan | None) -> str:
 
 def unknown(plan: Plan, compiled: Compiled | None) -> str:
     """Closed forms that the family or the optimizer lacks, and where to read the measured numbers."""
-    e, told = plan.experiment, {"footprint": "memory and time", "exchanges": "traffic and time", "flops": "MFU"}
+    e, forms = plan.experiment, {"footprint": "memory and time", "exchanges": "traffic and time", "flops": "MFU"}
     found = []
-    if lacking := ", ".join(f"{form} ({told[form]})" for form in plan.unknown if form in told):
+    if lacking := ", ".join(f"{form} ({forms[form]})" for form in plan.unknown if form in forms):
         found.append(f"the closed form of family {e.model.family} is unknown: its accounting lacks {lacking}")
     if UPDATE in plan.unknown:
         found.append(
@@ -161,7 +161,7 @@ def unknown(plan: Plan, compiled: Compiled | None) -> str:
     return "; ".join([*found, measured])
 
 
-def show(plan: Plan, compiled: Compiled | None, said: Sequence[str]) -> None:
+def show(plan: Plan, compiled: Compiled | None, lines: Sequence[str]) -> None:
     """Three tables of what is known, and whether it fits."""
     e = plan.experiment
     say(
@@ -189,7 +189,7 @@ def show(plan: Plan, compiled: Compiled | None, said: Sequence[str]) -> None:
         show_overlaps(compiled.overlaps)
     if time := plan.if_known("time"):
         show_time(plan, time)
-    for line in said:
+    for line in lines:
         say(line)
 
 

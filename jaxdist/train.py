@@ -279,8 +279,8 @@ def notes(memory: dict[str, int], compile_seconds: float, options: dict[str, Any
     if memory["host"]:
         state += f", {held['host']} of them on the host"
     rows = {"memory per device": f"{state}, peak {held['peak']}", "compiled in": f"{compile_seconds:.1f} s"}
-    told = "\n".join(f"{name}={value}" for name, value in options.items())
-    return rows | ({"compiler options": told} if told else {})
+    row = "\n".join(f"{name}={value}" for name, value in options.items())
+    return rows | ({"compiler options": row} if row else {})
 
 
 if __name__ == "__main__":

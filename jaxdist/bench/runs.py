@@ -57,9 +57,9 @@ def train(side: str, arguments: Sequence[str], output: Path) -> Run:
         [sys.executable, *line], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=own_cache(environment)
     )
     if done.returncode:
-        said = done.stderr.strip()[-2000:].removeprefix("error: ")
+        message = done.stderr.strip()[-2000:].removeprefix("error: ")
         error = ConfigError if done.returncode == 2 else TrainingError
-        raise error(f"python {' '.join(line)} ended with {done.returncode}: {said}")
+        raise error(f"python {' '.join(line)} ended with {done.returncode}: {message}")
     return Run(output)
 
 

@@ -45,7 +45,7 @@ def stamp(device: str) -> Stamp:
         machine(device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         load=round(os.getloadavg()[0], 2),
-        commit=said("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else "",
+        commit=output_of("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else "",
     )
 
 
@@ -90,7 +90,7 @@ def machine(device: str) -> Machine:
 
 def gpus() -> tuple[str, ...]:
     """Names of NVIDIA's, one that is empty where there are none."""
-    return tuple(said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").split("\n"))
+    return tuple(output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").split("\n"))
 
 
 def versions() -> dict[str, str]:
@@ -114,7 +114,7 @@ def cpu() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def said(*command: str) -> str:
+def output_of(*command: str) -> str:
     """Output of a command; "" if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)

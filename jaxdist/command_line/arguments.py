@@ -62,7 +62,7 @@ class Arguments:
     """Options that only this command has."""
     notes: Sequence[str] = ()
     """Lines on the starting weights, and on a config.json used as config, to print at the start."""
-    model_told: bool = True
+    model_stated: bool = True
     """False where nothing says what model the starting weights are of: they are read for the default model."""
 
     @property
@@ -81,7 +81,7 @@ class Arguments:
         try:
             yield
         except OtherShapes as error:
-            if self.model_told:
+            if self.model_stated:
                 raise
             problem = str(error).rpartition(";")[0].removeprefix(f"{self.init}: ")
             raise ConfigError(
@@ -99,10 +99,10 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if action.dest in documented:
                 table, default, _ = documented[action.dest]
-                said = table.docstrings().get(action.dest.partition(".")[2], "")
+                help_text = table.docstrings().get(action.dest.partition(".")[2], "")
                 if default not in (None, "", ()):
-                    said += f" (default {str(default).lower() if isinstance(default, bool) else default})"
-                action.help = said.replace("%", "%%")
+                    help_text += f" (default {str(default).lower() if isinstance(default, bool) else default})"
+                action.help = help_text.replace("%", "%%")
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -382,8 +382,8 @@ def parse(
     if run["init"]:
         experiment = experiment.pinning(of_weights(experiment.model))
     notes = dict.fromkeys((*(start.notes if start else ()), *config_notes(run["config"])))
-    told = not run["init"] or start or config or any(name.startswith("model.") for name in given)
-    return Arguments(experiment=experiment, notes=tuple(notes), model_told=bool(told), **run)
+    model_known = not run["init"] or start or config or any(name.startswith("model.") for name in given)
+    return Arguments(experiment=experiment, notes=tuple(notes), model_stated=bool(model_known), **run)
 
 
 def load_before_fields(argv: Sequence[str]) -> None:

@@ -24,8 +24,8 @@ def add_plugins(parser: argparse.ArgumentParser) -> None:
 def merged(config: Any, option: Sequence[str]) -> Any:
     """The plugins of a config, and those of --plugins after them; what a config has of another type stays."""
     config = listed(config)
-    told = isinstance(config, list | tuple | None) and all(isinstance(name, str) for name in config or ())
-    if not option or not told:
+    are_names = isinstance(config, list | tuple | None) and all(isinstance(name, str) for name in config or ())
+    if not option or not are_names:
         return config
     return [*dict.fromkeys([*(config or ()), *listed(option)])]
 

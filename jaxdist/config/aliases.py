@@ -293,7 +293,7 @@ def _along(field: str, value: Any, *counts: str) -> str:
     return "".join(f", {more}" for more in (*counts, ALONG_NAMES.get(field, {}).get(plain(value))) if more)
 
 
-def value_told(field: str, value: Any, choices: Iterable[str] = ()) -> str | None:
+def value_hint(field: str, value: Any, choices: Iterable[str] = ()) -> str | None:
     """A sentence that tells what another's `value`, or one of the field's `choices` in another spelling, is here."""
     here = value_here(field, value) or next((choice for choice in choices if plain(choice) == plain(value)), None)
     return f"{value!r} is {here!r} here{_along(field, value)}" if here else None

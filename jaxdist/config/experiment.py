@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_told
+from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_hint
 from jaxdist.config.data import SOURCES, Data
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, multiple, shrunk, splits, ways
@@ -74,7 +74,7 @@ def model_of(value: Any) -> Model:
         return Model.model_validate(value)
     family = value.get("family", default_family())
     if not isinstance(family, str) or family not in FAMILIES:
-        hint = value_told("model.family", family, FAMILIES) or f"choose one of {', '.join(map(repr, FAMILIES))}"
+        hint = value_hint("model.family", family, FAMILIES) or f"choose one of {', '.join(map(repr, FAMILIES))}"
         raise ValueError(f"model.family = {family!r}: no such family; {hint}")
     return FAMILIES[family].config.model_validate({"family": family, **value})
 
@@ -460,8 +460,8 @@ def _explain(problem: Any, values: dict[str, Any]) -> str:
     if kind in ("model_type", "model_attributes_type"):  # pydantic speaks of models, and means tables
         return f"{field} = {given!r}: must be a table of fields"
     choices = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))  # of a Literal
-    told = value_told(field, given, choices)
-    return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{f'; {told}' if told else ''}"
+    hint = value_hint(field, given, choices)
+    return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{f'; {hint}' if hint else ''}"
 
 
 def _field_hint(place: Sequence[str], given: Any, values: Mapping[str, Any]) -> str:

@@ -68,14 +68,14 @@ def ways(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: st
     """The fix for axes `over` that do not divide the size `name` into `parts`: another mesh, or another size if every
     size that grows with it is free; each with the further changes that it needs."""
     smaller, larger = shrunk(e, axes, over, name), grown(e, axes)
-    told = f"use --mesh {written(smaller)}{along(grown(e, smaller))}"
+    fix = f"use --mesh {written(smaller)}{along(grown(e, smaller))}"
     if e.pinned & larger.keys():
-        return told
+        return fix
     if (own := field(name)) in larger:
-        told += f", or a multiple of {parts}, as {own} = {larger[own]}{along(larger, own)}"
+        fix += f", or a multiple of {parts}, as {own} = {larger[own]}{along(larger, own)}"
     elif larger:
-        told += f", or {assigned(larger)}"
-    return told
+        fix += f", or {assigned(larger)}"
+    return fix
 
 
 def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:

@@ -72,11 +72,11 @@ def _failed(error: BaseException, named: str, fails: str, otherwise: str) -> Con
     """The error of an import or a call that failed, with the line of the plugin's code that raised it."""
     passed = ("<frozen", __file__)  # what imports and calls it
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(passed)]
-    places, said = [(frame.filename, frame.lineno) for frame in frames], " ".join(str(error).split())
+    places, message = [(frame.filename, frame.lineno) for frame in frames], " ".join(str(error).split())
     if isinstance(error, SyntaxError):
-        places, said = [(error.filename or "?", error.lineno)], error.msg
+        places, message = [(error.filename or "?", error.lineno)], error.msg
     where = "".join(f" ({file}, line {line})" for file, line in places[-1:])
-    return ConfigError(f"{named}: {fails}, {type(error).__name__}: {said}{where}; correct it, or {otherwise}")
+    return ConfigError(f"{named}: {fails}, {type(error).__name__}: {message}{where}; correct it, or {otherwise}")
 
 
 def used(owners: Iterable[str]) -> tuple[str, ...]:

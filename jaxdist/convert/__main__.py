@@ -146,7 +146,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
         say(f"{a.source}: what stays behind: {', '.join(left[:NAMED])}{more}")
     if dtype != a.dtype:
         say(f"the weights are written in {dtype}, as those that training began with; --dtype says another")
-    for line in told(a.source, conversion, to_folder=target is KINDS["hf"]):
+    for line in training_notes(a.source, conversion, to_folder=target is KINDS["hf"]):
         say(line)
     for line in verify_source(a.source) if a.verify else ():
         say(line)
@@ -171,7 +171,7 @@ def dtype_before(content: Content) -> str | None:
     return None if now == {np.dtype(DTYPES[origin.dtype])} else origin.dtype
 
 
-def told(source: Path, conversion: Conversion, to_folder: bool) -> list[str]:
+def training_notes(source: Path, conversion: Conversion, to_folder: bool) -> list[str]:
     """Notes on settings of the config.json, read or written, that transformers applies in training and jaxdist does
     not."""
     if (source / CONFIG).is_file():
@@ -291,10 +291,10 @@ def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
             + ("an Orbax checkpoint" if theirs else "a safetensors file, or a folder with model.safetensors")
         )
 
-    def verified(read: Callable[[Path], Leaves], said: str) -> Callable[[Path, Resharder], Iterator[str]]:
+    def verified(read: Callable[[Path], Leaves], line: str) -> Callable[[Path, Resharder], Iterator[str]]:
         def lines(path: Path, conversion: Resharder) -> Iterator[str]:
             yield from verify_tensors(conversion, {PARAMETERS: read(path)})
-            yield said
+            yield line
             if undecided := getattr(conversion, "undecided", ()):
                 yield (
                     f"not verified: axis and transform of {len(undecided)} parameters, {undecided[0]} first: others "

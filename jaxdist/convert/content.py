@@ -54,7 +54,7 @@ class Origin:
     own: bool = False  # whether a torch file had what we write into one: experiment, files
     init: bool = False  # whether a run began with these weights, and its own have another dtype by its precision
 
-    def said(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Plain values of the origin, from which `OriginFields` is read."""
         return {name: getattr(self, name) for name in OriginFields.model_fields}
 

@@ -41,10 +41,10 @@ def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
         loaded: Any = kind.from_pretrained(
             folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **here
         )
-        model, told = loaded
+        model, report = loaded
         if getattr(config, "bias", True) is False:  # of a GPT-2 without biases, which transformers makes zero
-            told["missing_keys"] = [name for name in told["missing_keys"] if not name.endswith(".bias")]
-        if wrong := [f"{what} {told[what]}" for what in INCOMPLETE if told.get(what)]:
+            report["missing_keys"] = [name for name in report["missing_keys"] if not name.endswith(".bias")]
+        if wrong := [f"{what} {report[what]}" for what in INCOMPLETE if report.get(what)]:
             raise ValueError("; ".join(wrong))
         given = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy() if images else inputs.astype(np.int64))
         with torch.no_grad():

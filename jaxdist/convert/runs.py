@@ -13,7 +13,7 @@ from jaxdist.convert.kinds import safetensors_writer
 from jaxdist.formats import buffers
 from jaxdist.formats.companions import files_of
 from jaxdist.formats.dcp_index import MOST_BYTES
-from jaxdist.formats.origin import FILES, ORIGIN, SAID
+from jaxdist.formats.origin import FACTS, FILES, ORIGIN
 from jaxdist.formats.safetensors_files import Tensors, leaves
 from jaxdist.runs.checkpoints import canonical, damage, run_of, seal
 from jaxdist.runs.display import say
@@ -32,7 +32,7 @@ def begin(path: Path, content: Content) -> RunFolder:
     if origin.kind:
         directory = path / ORIGIN
         (directory / FILES).mkdir(parents=True)
-        (directory / SAID).write_text(json.dumps(origin.said(), indent=1) + "\n", encoding="utf-8")
+        (directory / FACTS).write_text(json.dumps(origin.fields(), indent=1) + "\n", encoding="utf-8")
         for name, file in origin.files.items():
             (directory / FILES / name).parent.mkdir(exist_ok=True)
             (directory / FILES / name).write_bytes(file)
@@ -58,13 +58,13 @@ def origin_of(checkpoint: Path) -> Origin:
         raise ConfigError(f"{directory} is damaged: {reason}; remove it, or use a copy")
     try:
         # It may be as long as the index whose nesting it tells.
-        said = OriginFields.model_validate(read_json(directory / SAID, MOST_BYTES))
+        facts = OriginFields.model_validate(read_json(directory / FACTS, MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = textwrap.shorten(str(error), 200)
-        raise ConfigError(f"{directory / SAID} is damaged: {reason}; remove {directory}, or use a copy") from None
+        raise ConfigError(f"{directory / FACTS} is damaged: {reason}; remove {directory}, or use a copy") from None
     kept = leaves(Tensors(directory / BUFFERS)) if (directory / BUFFERS).exists() else {}
     files = files_of(directory / FILES)[0] if (directory / FILES).is_dir() else {}  # git keeps no empty folder
-    return Origin(**dict(said), files=files, buffers=kept, held=partial(_extras, directory))
+    return Origin(**dict(facts), files=files, buffers=kept, held=partial(_extras, directory))
 
 
 def _extras(directory: Path) -> Any:

@@ -128,7 +128,7 @@ def verify_logits(ends: Mapping[str, tuple[Path, Content]], dtype: str | None) -
     that does not test. Raises TrainingError where they are apart."""
     models = [read_model(path) if is_hf(path) else content.experiment.model for path, content in ends.values()]
     inputs, tokens = probe(*models), shared(models)
-    found = {end: told(*where, inputs) for end, where in ends.items()}
+    found = {end: logits_and_program(*where, inputs) for end, where in ends.items()}
     here, there = (array[..., :tokens] for array, _ in found.values())
     programs = {end: by for end, (_, by) in found.items()}
     by = " and ".join(f"of {end} by {program}" for end, program in programs.items())
@@ -163,7 +163,7 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.itemsize}")
 
 
-def told(path: Path, content: Content, inputs: np.ndarray) -> tuple[np.ndarray, str]:
+def logits_and_program(path: Path, content: Content, inputs: np.ndarray) -> tuple[np.ndarray, str]:
     """The logits of `inputs` by a checkpoint, and the program that computed them: transformers, where it is installed,
     for a Hugging Face folder of a type that it knows.
 

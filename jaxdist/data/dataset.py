@@ -91,12 +91,12 @@ def _as_begun(data: Data, open_source: Callable[[Data], "Dataset"]) -> "Dataset"
             "order differ, or their processing; give the data of its start, or begin a new run in another folder, from "
             "these weights by --init, with data.fingerprint = ''"
         )
-    told = "known by names and sizes, as an earlier version began the run"
+    row = "known by names and sizes, as an earlier version began the run"
     if fields:
         dataset = open_source(data.model_copy(update=dict(fields)))
         dataset.fingerprint = recorded
-        told += ", and read as it did: " + ", ".join(f"data.{name} = {value}" for name, value in fields)
-    dataset.rows["begun with"] = told
+        row += ", and read as it did: " + ", ".join(f"data.{name} = {value}" for name, value in fields)
+    dataset.rows["begun with"] = row
     return dataset
 
 
@@ -156,13 +156,13 @@ class Dataset(ABC):
         no batch."""
         visits, total = self.visits(train.batch), train.steps * train.batch
         epochs, over = divmod(total, visits)
-        told = f"{total / visits:.4g}" if over else f"{epochs}"
+        epochs_row = f"{total / visits:.4g}" if over else f"{epochs}"
         if epochs and 0 < over < train.batch:
-            told = (
+            epochs_row = (
                 f"{epochs}, and {over} of the sequences of one more in the last batch (data.last = drop or pad ends "
                 "with the epoch)"
             )
-        return self.rows | {"epochs": told}
+        return self.rows | {"epochs": epochs_row}
 
     def visits(self, size: int) -> int:
         """Sequences that an epoch of training gives to batches of `size`. Raises ConfigError for none."""

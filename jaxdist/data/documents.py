@@ -312,8 +312,10 @@ def _named(file: Path) -> Iterator[None]:
 
 
 def _damaged(file: Path, error: Exception) -> ConfigError:
-    said = str(error).partition("\n")[0] or type(error).__name__
-    return ConfigError(f"data.path = {str(file)!r}: cannot be read, damaged or cut: {said}; copy or download it again")
+    message = str(error).partition("\n")[0] or type(error).__name__
+    return ConfigError(
+        f"data.path = {str(file)!r}: cannot be read, damaged or cut: {message}; copy or download it again"
+    )
 
 
 def _recoded(stream: BinaryIO, encoding: str) -> Iterator[bytes]:

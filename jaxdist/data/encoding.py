@@ -132,13 +132,13 @@ def end_of(tokenizer: Tokenizer, file: Path, end_of_text: str) -> tuple[int | No
 
 def _others(tokenizer: Tokenizer, file: Path, decided: str, number: int) -> str:
     """Note on files that name other end tokens than the file that `decided` on `number`."""
-    told = ""
+    shown = ""
     for name in list(NAMED_IN)[list(NAMED_IN).index(decided) + 1 :]:
         ids = [_id_of(tokenizer, token) for token in _all_named_in(file.with_name(name), NAMED_IN[name])]
         if ids and number not in ids:
             named = " and ".join("none of its" if i is None else repr(tokenizer.id_to_token(i)) for i in ids)
-            told += f"; {name} names {named}"
-    return told
+            shown += f"; {name} names {named}"
+    return shown
 
 
 def _id_of(tokenizer: Tokenizer, token: str | int) -> int | None:

@@ -205,15 +205,15 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
 def width(content: bytes, size: int, vocab: int) -> str | None:
     """The type of the ids in a file of `size` bytes, of which `content` is a sample; None where that is not enough."""
     for wide in WIDE:
-        told = _tells(content, wide, vocab)
-        if told is None and size % np.dtype(wide).itemsize == 0:
+        wide_ids = _holds(content, wide, vocab)
+        if wide_ids is None and size % np.dtype(wide).itemsize == 0:
             return None
-        if told:
+        if wide_ids:
             return wide if wide == "int64" or _view(content, wide).min() < 0 else "uint32"
     return "uint16" if any(content) else None
 
 
-def _tells(content: bytes, wide: str, vocab: int) -> bool | None:
+def _holds(content: bytes, wide: str, vocab: int) -> bool | None:
     """Whether ids are of this type or of half its size; None where there are too few to decide.
 
     An id has an upper half that is zero, or nearly so, and a lower one that is not. Of ids half as wide, both halves
@@ -255,7 +255,7 @@ def _check_whole(file: Path, content: bytes, found: str, vocab: int) -> None:
         )
     for wide in WIDE:
         half = np.dtype(wide).itemsize // 2
-        if half >= width and any(_tells(body[place:], wide, vocab) for place in (0, half)):
+        if half >= width and any(_holds(body[place:], wide, vocab) for place in (0, half)):
             header = Header(f"the ids behind it are {wide} by their content", header_length(content, size, wide))
             raise _headed(file, header, wide.replace("int32", "uint32"), f"set data.bin_dtype = {found} if it has none")
 

@@ -71,10 +71,10 @@ def _in_memory(images: NDArray, labels: NDArray) -> tuple[NDArray[np.int32], Cal
     """Labels, `read`, and a line for the table, of images [N, Y, X] or [N, Y, X, C]."""
     images = images[..., None] if images.ndim == 3 else images
     scale = np.float32(255 if images.dtype == np.uint8 else 1)
-    told = f"{len(images):,} of {'×'.join(map(str, images.shape[1:]))}, {images.dtype}"
+    row = f"{len(images):,} of {'×'.join(map(str, images.shape[1:]))}, {images.dtype}"
     if len(images):
-        told += f" from {images.min():.4g} to {images.max():.4g}" + (", divided by 255" if scale > 1 else ", unscaled")
-    return labels.astype(np.int32), lambda numbers: images[numbers].astype(np.float32) / scale, told
+        row += f" from {images.min():.4g} to {images.max():.4g}" + (", divided by 255" if scale > 1 else ", unscaled")
+    return labels.astype(np.int32), lambda numbers: images[numbers].astype(np.float32) / scale, row
 
 
 def digits() -> Pictures:
@@ -86,10 +86,10 @@ def digits() -> Pictures:
             "data.path = '' is scikit-learn's digits; pip install 'jaxdist[images]', or give images"
         ) from None
     found = load_digits()
-    labels, read, told = _in_memory((found.images / 16).astype(np.float32), found.target)
+    labels, read, row = _in_memory((found.images / 16).astype(np.float32), found.target)
     content = hashlib.blake2b(found.images.tobytes() + found.target.tobytes(), digest_size=16).hexdigest()
     earlier = Earlier(frozenset({_named("digits of scikit-learn", len(labels))}))
-    return Pictures(labels, read, content, earlier, {"images": f"{told}; scikit-learn's digits"})
+    return Pictures(labels, read, content, earlier, {"images": f"{row}; scikit-learn's digits"})
 
 
 def arrays(path: Path, family: str, by_name: bool) -> Pictures:
@@ -100,9 +100,9 @@ def arrays(path: Path, family: str, by_name: bool) -> Pictures:
     files = [path, *([file for file in candidates if split_of(file, path) == "validation"] or candidates)]
     read = [_array(file) for file in files]
     if len({(*images.shape[1:], images.dtype) for images, _ in read}) > 1:
-        told = ", ".join(f"{images.dtype} {list(images.shape)}" for images, _ in read)
+        row = ", ".join(f"{images.dtype} {list(images.shape)}" for images, _ in read)
         raise ConfigError(
-            f"data.path = {str(path)!r}: {names(files)} differ ({told}); give images of one shape and type"
+            f"data.path = {str(path)!r}: {names(files)} differ ({row}); give images of one shape and type"
         )
     images, labels = (np.concatenate(parts) if len(read) > 1 else parts[0] for parts in zip(*read, strict=True))
     found = _in_memory(images, labels)
@@ -168,10 +168,10 @@ def folder(path: Path, model: ImageModel, by_name: bool) -> Pictures:
     hidden = any(inner.name.startswith(".") for inner in _folders(path))  # which were classes once
     fields = () if training is None else (("split", "share"),)
     earlier = Earlier() if hidden else Earlier(frozenset({_named(*sizes)}), fields)
-    told = f"{len(files):,} pictures in folders of {len(set(labels.tolist()))} classes"
+    row = f"{len(files):,} pictures in folders of {len(set(labels.tolist()))} classes"
     return Pictures(
         labels, lambda numbers: np.stack([picture(files[n][0]) for n in numbers]), fingerprint, earlier,
-        {"images": told}, training,
+        {"images": row}, training,
     )  # fmt: skip
 
 

@@ -105,6 +105,6 @@ def check_header(path: Path) -> dict[str, int]:
                     raise ConfigError(f"{path} is {found.title}; {found.fix}")
                 raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
             header = parse(file.read(length))
-        return {name: 8 + length + said["data_offsets"][0] for name, said in header.items() if name != "__metadata__"}
+        return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path}: {error}; give a whole safetensors file") from None

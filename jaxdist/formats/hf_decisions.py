@@ -17,7 +17,7 @@ class Effect(Enum):
 
     HONOURED = auto()  # a field of the model follows from it
     FIXED = auto()  # refused unless it has one of the values that jaxdist computes
-    TOLD = auto()  # changes training alone, in which jaxdist differs and says so
+    NOTED = auto()  # changes training alone, in which jaxdist differs and says so
     NONE = auto()  # changes no number of these models
 
 
@@ -44,7 +44,7 @@ def fixed(*values: Any) -> Decision:
 
 def dropout(default: float) -> Decision:
     """A probability, which transformers' training applies."""
-    return Decision(Effect.TOLD, ABSENT, default, NO_DROPOUT)
+    return Decision(Effect.NOTED, ABSENT, default, NO_DROPOUT)
 
 
 def each(decision: Decision, names: str) -> dict[str, Decision]:
@@ -93,7 +93,7 @@ EVERY: Decisions = {
         "attention_multiplier residual_multiplier embedding_multiplier logits_scaling logit_scale",
     ),
     "auto_map": Decision(
-        Effect.TOLD, ABSENT, note="code in the folder is not executed; model_type determines the model"
+        Effect.NOTED, ABSENT, note="code in the folder is not executed; model_type determines the model"
     ),
 }
 DECODER: Decisions = {**EVERY, "is_causal": fixed(True)}
@@ -144,12 +144,12 @@ class HuggingFace(NamedTuple):
 def notes(settings: Settings, kind: ModelType) -> list[str]:
     """Notes on a config.json that jaxdist reads: keys that change its training in transformers and not here, keys
     without effect, and unknown keys."""
-    told: dict[str, list[str]] = {}
+    noted: dict[str, list[str]] = {}
     for name, decision in kind.decisions.items():
         value = settings.get(name, decision.default)
-        if decision.effect is Effect.TOLD and value not in decision.values:
-            told.setdefault(decision.note, []).append(f"{name} = {SHOWN.repr(value)}")
-    lines = [f"{', '.join(keys)}: {note}" for note, keys in told.items()] + kind.notes(settings)
+        if decision.effect is Effect.NOTED and value not in decision.values:
+            noted.setdefault(decision.note, []).append(f"{name} = {SHOWN.repr(value)}")
+    lines = [f"{', '.join(keys)}: {note}" for note, keys in noted.items()] + kind.notes(settings)
     unknown = [name for name in settings if name not in kind.decisions]
     for key, decisions in kind.nested.items():
         unknown += [f"{key}.{name}" for name in settings.get(key) or {} if name not in decisions]

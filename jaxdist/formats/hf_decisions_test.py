@@ -69,7 +69,7 @@ def test_every_key_of_transformers_is_decided(model_type: str) -> None:
     # Its own defaults are computed: no wrong value is fixed.
     check(json.loads(config.to_json_string()), DECISIONS[model_type])
     for name, decision in DECISIONS[model_type].items():
-        if decision.effect is Effect.TOLD:
+        if decision.effect is Effect.NOTED:
             assert getattr(config, name, None) == decision.default, name
 
 
@@ -127,7 +127,7 @@ def test_what_has_no_effect_changes_no_logit_of_transformers(model_type: str) ->
         return model(ids, use_cache=False).logits
 
     changed: dict[str, Any] = {}
-    free = {name for name, d in DECISIONS[model_type].items() if d.effect in (Effect.NONE, Effect.TOLD)}
+    free = {name for name, d in DECISIONS[model_type].items() if d.effect in (Effect.NONE, Effect.NOTED)}
     for name, value in transformers.AutoConfig.for_model(**of(model_type)).to_dict().items():
         if name in free and type(value) in (bool, int, float) and name != "return_dict":
             changed[name] = not value if isinstance(value, bool) else 0.5 if isinstance(value, float) else value + 3

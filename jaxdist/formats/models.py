@@ -13,13 +13,13 @@ from jaxdist.formats.plan import embedding
 from jaxdist.formats.torch_files import EXPERIMENT, is_own
 
 
-def tells(tree: Any) -> bool:
+def states_model(tree: Any) -> bool:
     """Whether the content of a torch file says what model it is."""
     return is_own(tree) or nanogpt.is_nanogpt(tree)
 
 
-def told(path: Path, tree: Any) -> Experiment | None:
-    """The experiment that the content of a torch file tells: jaxdist's own, or nanoGPT's; None where it tells none.
+def experiment_in(path: Path, tree: Any) -> Experiment | None:
+    """The experiment in a torch file: jaxdist's own, or nanoGPT's; None where its content states no model.
 
     Raises ConfigError."""
     if is_own(tree):
@@ -34,7 +34,7 @@ def notes(path: Path, tree: Any) -> list[str]:
     return nanogpt.notes(path, tree) if nanogpt.is_nanogpt(tree) and not is_own(tree) else []
 
 
-def told_beside(path: Path) -> Experiment | None:
+def experiment_beside(path: Path) -> Experiment | None:
     """The experiment of the config.json beside a torch file; None where there is none. Raises ConfigError."""
     file = path.parent / CONFIG
     return experiment_for(read_model(path.parent).model_dump(), source=str(file)) if file.exists() else None

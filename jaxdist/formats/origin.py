@@ -18,7 +18,7 @@ from jaxdist.runs.checkpoints import checkpoint_in, damage, run_of, seal, steps_
 from jaxdist.runs.display import say
 from jaxdist.runs.folder import RunFolder
 
-ORIGIN, FILES, SAID = "origin", "files", "origin.json"
+ORIGIN, FILES, FACTS = "origin", "files", "origin.json"
 NAMED = 8  # of what stays behind
 
 
@@ -43,12 +43,12 @@ def companion_files(source: Path | None) -> CompanionFiles | None:
         return CompanionFiles(files, _dtype(source), tuple(name for name in left if not OTHER_WEIGHTS.fullmatch(name)))
     run = run_of(checkpoint_in(source))
     folder = run / ORIGIN if run else None
-    if folder is None or not (folder / SAID).is_file():
+    if folder is None or not (folder / FACTS).is_file():
         return None
     if reason := damage(folder):
         raise ConfigError(f"{folder} is damaged: {reason}; remove it, or use a copy")
     files = files_of(folder / FILES)[0] if (folder / FILES).is_dir() else {}
-    dtype = read_json(folder / SAID).get("dtype", "")
+    dtype = read_json(folder / FACTS).get("dtype", "")
     return CompanionFiles(files, dtype if isinstance(dtype, str) else "") if CONFIG in files else None
 
 
@@ -75,11 +75,11 @@ def keep(run: Path, found: CompanionFiles) -> None:
     for name, file in found.files.items():
         (partial / FILES / name).parent.mkdir(parents=True, exist_ok=True)
         (partial / FILES / name).write_bytes(file)
-    said: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "kind": "hf", "naming": "huggingface", "names": {}, "metadata": {"format": "pt"}, "index": {}, "step": 0,
         "own": False, "dtype": found.dtype, "init": True,
     }  # fmt: skip
-    (partial / SAID).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    (partial / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     seal(partial)
     partial.rename(run / ORIGIN)
 
@@ -90,5 +90,5 @@ def _dtype(folder: Path) -> str:
         dtypes = {header.dtype for header in Headers(folder).headers.values() if "int" not in header.dtype}
         return dtypes.pop() if len(dtypes) == 1 else ""
     settings = read_json(folder / CONFIG)
-    said = settings.get("dtype") or settings.get("torch_dtype")
-    return said if said in ("float32", "bfloat16", "float16", "float64") else ""
+    dtype = settings.get("dtype") or settings.get("torch_dtype")
+    return dtype if dtype in ("float32", "bfloat16", "float16", "float64") else ""

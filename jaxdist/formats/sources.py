@@ -106,22 +106,22 @@ def sibling(path: Path, part: str) -> Path:
 class Found:
     """The weights of a source, under its own names.
 
-    `told`: the experiment of the source, None where it does not state its model. `rows`: whether such a source may have
+    `experiment`: that of the source, None where it does not state its model. `rows`: whether such a source may have
     fewer tokens than are wanted. `files`: reads its config.json and tokenizer, where they are not in its own folder.
     `notes`: lines to print about it.
     """
 
     path: Path
     leaves: Leaves
-    told: Experiment | None = None
+    experiment: Experiment | None = None
     rows: bool = False
     files: Callable[[], Mapping[str, bytes]] = dict
     notes: Sequence[str] = field(default_factory=tuple)
 
     def model(self, wanted: Model) -> Model:
         """The model of the weights: the source's, else the wanted one, without padding. Raises ConfigError."""
-        if self.told:
-            return self.told.model
+        if self.experiment:
+            return self.experiment.model
         plain = wanted.model_copy(update={"vocab_multiple": 1}) if isinstance(wanted, Decoder) else wanted
         return models.fitted(str(self.path), plain, self.leaves) if self.rows else plain
 
@@ -153,8 +153,8 @@ def _trainer(path: Path, reader: Reader) -> Found:
 
 
 def _hf(path: Path, reader: Reader) -> Found:
-    told = _in_folder(path)  # a model that is not computed is said before missing weights are
-    return Found(path, safetensors_files.read(path)[0], told)
+    experiment = _in_folder(path)  # a model that is not computed is refused before missing weights are
+    return Found(path, safetensors_files.read(path)[0], experiment)
 
 
 def _bin(path: Path, reader: Reader) -> Found:
@@ -163,8 +163,8 @@ def _bin(path: Path, reader: Reader) -> Found:
 
 def _orbax(path: Path, reader: Reader) -> Found:
     checkpoint = whole_checkpoint(path, "small")
-    told = orbax.read_experiment(checkpoint)
-    return Found(path, orbax.read(path, checkpoint, told.model, reader), told)
+    experiment = orbax.read_experiment(checkpoint)
+    return Found(path, orbax.read(path, checkpoint, experiment.model, reader), experiment)
 
 
 def _dcp(path: Path, reader: Reader) -> Found:
@@ -176,23 +176,23 @@ def _dcp(path: Path, reader: Reader) -> Found:
 
 
 def _llmc(path: Path, reader: Reader) -> Found:
-    told = Experiment.parse(llmc_files.sections(path), f"{path}: header")
-    return Found(path, llmc_files.weights(path, told.model, reader), told)
+    experiment = Experiment.parse(llmc_files.sections(path), f"{path}: header")
+    return Found(path, llmc_files.weights(path, experiment.model, reader), experiment)
 
 
 def _torch(path: Path, reader: Reader) -> Found:
     tree: Any = reader.load(path)
-    told, notes = models.told(path, tree), models.notes(path, tree)
+    experiment, notes = models.experiment_in(path, tree), models.notes(path, tree)
 
     def files() -> dict[str, bytes]:
         return neighbours(path) | files_of(path, tree, reader.leaf)
 
-    return Found(path, torch_weights.weights_of(path, tree, reader.leaf), told, True, files, notes)
+    return Found(path, torch_weights.weights_of(path, tree, reader.leaf), experiment, True, files, notes)
 
 
 def _meta(path: Path, reader: Reader) -> Found:
-    told, leaves = meta.read(path, reader)
-    return Found(path, leaves, told)
+    experiment, leaves = meta.read(path, reader)
+    return Found(path, leaves, experiment)
 
 
 def _kind(name: str, recognizes: Callable[[Path], bool], find: Any, title: str, module: str, **more: Any) -> None:

@@ -68,9 +68,9 @@ class Accumulation:
         def microbatch(carry: Carry, part: Any) -> tuple[Carry, None]:
             *total, statistics = carry
             own = jax.grad(loss, has_aux=True)(start[0], weights | statistics, part, one_stage)
-            gradients, (told, statistics) = own
-            gradients, told = jax.tree.map(jnp.add, tuple(total), (gradients, told))
-            return (gradients, told, statistics), None
+            gradients, (reported, statistics) = own
+            gradients, reported = jax.tree.map(jnp.add, tuple(total), (gradients, reported))
+            return (gradients, reported, statistics), None
 
         return lax.scan(microbatch, start, parts)[0]
 
@@ -168,12 +168,12 @@ class Pipeline:
     stacked: frozenset[str]
 
     def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
-        def told(*of_part: Any) -> tuple[jax.Array, jax.Array]:
-            scaled, (told, _) = loss(*of_part)
-            return scaled, told
+        def reported(*of_part: Any) -> tuple[jax.Array, jax.Array]:
+            scaled, (reported, _) = loss(*of_part)
+            return scaled, reported
 
         gradients, total, none = start  # a pipeline's blocks have no statistics
-        return (*self.summed(told, (gradients, total), weights, parts), none)
+        return (*self.summed(reported, (gradients, total), weights, parts), none)
 
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
         """`start` plus the gradients and reported losses of all microbatches."""
@@ -271,8 +271,8 @@ class GPipe(Pipeline):
                 return shift(sent, 1), only(busy, losses)
 
             losses = lax.scan(tick, self.start(loss, weights, parts), jnp.arange(self.table.ticks))[1]
-            scaled, told = (a.sum() for a in losses)
-            return scaled, told
+            scaled, reported = (a.sum() for a in losses)
+            return scaled, reported
 
         sums: Sums = jax.tree.map(jnp.add, start, jax.grad(total, has_aux=True)(start[0]))
         return sums
@@ -303,14 +303,14 @@ class OneFOneB(Pipeline):
 
             def stage(accumulators: Arrays, x: Any) -> Any:
                 own = self.chunk(not_before(t, weights), c)
-                sent, (scaled, told) = run(loss, accumulators, own, pick(parts, m), self.stage(x, c))
-                return (sent, scaled), told
+                sent, (scaled, reported) = run(loss, accumulators, own, pick(parts, m), self.stage(x, c))
+                return (sent, scaled), reported
 
             x = jax.tree.map(lambda all: all[c, m % places], kept)
-            (_, scaled), back, told = jax.vjp(stage, accumulators, x, has_aux=True)
+            (_, scaled), back, reported = jax.vjp(stage, accumulators, x, has_aux=True)
             of_sent = only(self.stage(x, c).last, jax.tree.map(jnp.zeros_like, dy), dy)
             gradients, dx = back((of_sent, jnp.ones_like(scaled)))
-            return shift(only(busy, dx), -1), (self.add(total[0], gradients, c, busy), total[1] + only(busy, told))
+            return shift(only(busy, dx), -1), (self.add(total[0], gradients, c, busy), total[1] + only(busy, reported))
 
         def tick(carried: Any, t: jax.Array, begins: bool, ends: bool) -> tuple[Any, None]:
             x, dy, kept, total = carried

@@ -166,7 +166,7 @@ def none_fits(e: Experiment, devices: int, hardware: Hardware) -> Exception:
 class Choice(NamedTuple):
     """A setting of a plan: how its `facts` tell it, and what else it might be, as that is called -> its values."""
 
-    told: str
+    text: str
     others: Callable[[Plan], dict[str, Container[Any]]]
 
 
@@ -249,8 +249,8 @@ def reasons(plan: Plan) -> list[str]:
     known, found = facts(plan), []
     for name, choice in CHOICES.items():
         verdicts = [verdict(plan, name, called, values) for called, values in choice.others(plan).items()]
-        if told := "; ".join(filter(None, verdicts)):
-            found.append(f"{choice.told.format(**known)}: {told}")
+        if text := "; ".join(filter(None, verdicts)):
+            found.append(f"{choice.text.format(**known)}: {text}")
     return [*found, COMPARED] if found else []
 
 
@@ -269,7 +269,7 @@ def verdict(plan: Plan, name: str, called: str, values: Container[Any]) -> str:
         longer = best.time.step / plan.time.step - 1
         took = f"{abs(longer):.1%} {'longer' if longer > 0 else 'less'}" if abs(longer) >= 0.0005 else "as long"
         new = (f"{setting} = {value}" for setting, value in settings(best).items() if value != own[setting])
-        also = ", ".join(told for told in new if told not in (called, f"strategy = {called}"))
+        also = ", ".join(text for text in new if text not in (called, f"strategy = {called}"))
         return f"{called} would take {took}{also and f' ({also})'} and hold {megabytes(best.memory['peak'])}"
     if plans:
         return f"{called} would not fit, as it holds at least {megabytes(min(p.memory['peak'] for p in plans))}"

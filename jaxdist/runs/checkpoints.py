@@ -222,8 +222,8 @@ def damage(
     Reads no further when it is `ended`. `threads`: those that read, where they are not to have all cores.
     """
     try:
-        said = read_json(folder / MANIFEST)
-        entries, step = _entries(folder, said["files"]), said.get("step")
+        entry = read_json(folder / MANIFEST)
+        entries, step = _entries(folder, entry["files"]), entry.get("step")
         if type(step) not in (int, type(None)):
             raise ValueError("its step is not a whole number")
     except FileNotFoundError:
@@ -256,9 +256,9 @@ def damage(
 def _entries(folder: Path, files: Any) -> dict[str, Entry]:
     """Files by name. Raises what JSON of another form raises."""
     entries = {}
-    for name, said in files.items():
-        (kind,) = CHECKSUMS.keys() & said.keys()
-        entries[name] = Entry(within(folder, name), said["bytes"], kind, said[kind])
+    for name, entry in files.items():
+        (kind,) = CHECKSUMS.keys() & entry.keys()
+        entries[name] = Entry(within(folder, name), entry["bytes"], kind, entry[kind])
     if not entries or not all(type(e.bytes) is int and type(e.checksum) is str for e in entries.values()):
         raise ValueError("it lists no file, or a size is not a whole number, or a checksum no text")
     return entries

@@ -94,11 +94,11 @@ class RunFolder:
         self.experiment = self.experiment.pinning(field for field in pinned if not _may_change(begun, field))
         found = [one for one in differences(begun, self.experiment) if not _may_change(begun, one[0])]
         if found:
-            told = " and ".join(f"{field} = {before!r}, not {now!r}" for field, before, now in found)
+            shown = " and ".join(f"{field} = {before!r}, not {now!r}" for field, before, now in found)
             why = "".join(f"; {WHY[field]}" for field, *_ in found if field in WHY)
             flags = " ".join(f"--{field} {as_argument(before)}" for field, before, _ in found if before is not None)
             raise ConfigError(
-                f"--output {self.path} holds a run with {told}{why}; resume it with {flags}, or give another folder"
+                f"--output {self.path} holds a run with {shown}{why}; resume it with {flags}, or give another folder"
             )
 
     @property

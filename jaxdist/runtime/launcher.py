@@ -52,8 +52,8 @@ def launched() -> Launch | None:
 
     Raises ConfigError for variables that make no sense.
     """
-    told = (launcher for launcher, names in VARIABLES.items() if os.environ.keys() >= set(names[:2]))
-    if launcher := next(told, None):
+    found = (launcher for launcher, names in VARIABLES.items() if os.environ.keys() >= set(names[:2]))
+    if launcher := next(found, None):
         names = VARIABLES[launcher]
         size, rank, local_rank = (whole_number(name) for name in names)
     elif os.environ.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} and find_spec("kubernetes"):

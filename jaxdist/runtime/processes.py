@@ -24,7 +24,7 @@ from jaxdist.config.errors import code_of
 from jaxdist.runs.display import console
 from jaxdist.runtime.compat import key_value_store
 from jaxdist.runtime.launcher import launched, patience
-from jaxdist.runtime.rendezvous import DONE, HEARD, TOLD, Contact, rendezvous
+from jaxdist.runtime.rendezvous import DONE, HEARD, REPORTED, Contact, rendezvous
 
 Result = TypeVar("Result")
 
@@ -127,7 +127,7 @@ def _end_alone(contact: Contact, code: int) -> None:
     """End a process, when it has said why, without the others: JAX would wait for them, who wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
-    contact.say(TOLD)
+    contact.say(REPORTED)
     time.sleep(HEARD)  # JAX ends the others with a stack trace when it loses the first
     os._exit(code)
 

@@ -25,7 +25,7 @@ from jaxdist.runtime.launcher import ADDRESS, PORT, VARIABLES, Launch, patience
 LATER = 5  # seconds after which the others give up: the first knows best who is missing
 HEARD = 1.0  # seconds: launchers end all processes when one ends, so what is to be said is said before
 
-DONE, TOLD = b".", b"!"  # message of a process before it ends: with all others, or alone, with its reason reported
+DONE, REPORTED = b".", b"!"  # message of a process before it ends: with all others, or alone, with its reason reported
 ALIVE = b"-"  # what it sends every BEAT seconds until then
 BEAT = 1.0
 SILENT = 40.0  # seconds without a sign of life, after which a process counts as stopped
@@ -143,10 +143,10 @@ def _answer(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[
                 left = max(0.1, until - time.monotonic())
                 connection = stack.enter_context(socket.create_connection(launch.coordinator, timeout=left))
                 connection.sendall(f"{json.dumps(me._asdict())}\n".encode())
-                if code := (told := _line(connection))["code"]:
+                if code := (answer := _line(connection))["code"]:
                     _leave(code)
                 stack.pop_all()
-                return told["hosts"], {0: connection}
+                return answer["hosts"], {0: connection}
         except (OSError, ValueError) as error:  # not there yet, a name not known yet, or another program at its port
             reason = error
         if time.monotonic() > until:
@@ -225,14 +225,14 @@ class Contact:
             while selector.get_map():
                 for key, _ in selector.select(BEAT):
                     try:
-                        said = key.fileobj.recv(1)  # type: ignore[union-attr]
+                        received = key.fileobj.recv(1)  # type: ignore[union-attr]
                     except OSError:
-                        said = b""
-                    if said == ALIVE:
+                        received = b""
+                    if received == ALIVE:
                         silence.heard(key.data, time.monotonic())
                         continue
-                    if said != DONE and not self.over:
-                        self._end(key.data, "" if said == TOLD else ENDED)
+                    if received != DONE and not self.over:
+                        self._end(key.data, "" if received == REPORTED else ENDED)
                     selector.unregister(key.fileobj)
                     silence.left(key.data)
                 if silence.beats(time.monotonic()) and not self.over:
@@ -248,13 +248,13 @@ class Contact:
                 file=sys.stderr,
                 flush=True,
             )
-        self.say(TOLD)
+        self.say(REPORTED)
         if self.launch.rank == 0:
             time.sleep(HEARD)  # JAX ends the others with a stack trace when it loses the first
         os._exit(1)
 
     def say(self, what: bytes) -> None:
-        """Tell the others that this process ends: DONE or TOLD."""
+        """Tell the others that this process ends: DONE or REPORTED."""
         self.over = True
         self._send(what)
 

@@ -101,7 +101,7 @@ def test_the_first_of_another_machine_says_that_it_cannot_reach_the_address() ->
     ("said", "ended"),
     [
         (rendezvous.DONE, []),
-        (rendezvous.TOLD, [(1, "")]),
+        (rendezvous.REPORTED, [(1, "")]),
         (b"", [(1, rendezvous.ENDED)]),
         (b"--", [(1, rendezvous.ENDED)]),
     ],

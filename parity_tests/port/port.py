@@ -212,7 +212,7 @@ class Port:
     @cached_property
     def modules(self) -> tuple[dict[str, str], list[str]]:
         """Modules whose outputs both sides show, ours -> theirs, and those of ours of which they do not."""
-        with told_of("batch 1"):
+        with noting("batch 1"):
             with jax.enable_x64(False):
                 jax_side = self.jax_side("float32", None).begin(self.start)
                 ours = jax_side.seen(self.batches[0])
@@ -256,7 +256,7 @@ class Port:
         with jax.enable_x64(dtype == "float64"), (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
             side = self.side(kind)
             for step, batch in enumerate(self.batches[:until], 1):
-                with told_of(f"batch {step}, in the run {kind}"):
+                with noting(f"batch {step}, in the run {kind}"):
                     before = self.before(side, batch) if step in steps else {}
                     began = time.perf_counter()
                     values = side.step(batch)
@@ -282,9 +282,9 @@ class Port:
 
     def after(self, side: Side, values: Values) -> dict[str, np.ndarray]:
         """Results of a step, in the order in which they arise."""
-        told = {f"scalar/{name}": np.asarray(value) for name, value in values.items() if value is not None}
-        rate = {"scalar/learning_rate": told.pop("scalar/learning_rate")} if "scalar/learning_rate" in told else {}
-        return told | side.moments() | rate | {f"weights/{name}": w for name, w in side.weights().items()}
+        record = {f"scalar/{name}": np.asarray(value) for name, value in values.items() if value is not None}
+        rate = {"scalar/learning_rate": record.pop("scalar/learning_rate")} if "scalar/learning_rate" in record else {}
+        return record | side.moments() | rate | {f"weights/{name}": w for name, w in side.weights().items()}
 
     # ---- the proof
 
@@ -437,7 +437,7 @@ class Port:
 
 
 @contextmanager
-def told_of(what: str) -> Iterator[None]:
+def noting(what: str) -> Iterator[None]:
     """Errors of the user's code keep their traceback, with a note on `what` it was doing; a missing file becomes a
     ConfigError."""
     try:

@@ -141,8 +141,8 @@ class Sharded:
         try:
             program.step.trace(program.abstract, program.abstract_batch)
         except (TypeError, ValueError) as error:
-            said = next(iter(str(error).strip().splitlines()), repr(error))
-            raise ConfigError(f"sharded: a step of the model cannot be traced: {said}") from error
+            message = next(iter(str(error).strip().splitlines()), repr(error))
+            raise ConfigError(f"sharded: a step of the model cannot be traced: {message}") from error
 
     def tokens(self, batch: Batch, dtype: str) -> Tokens:
         """A batch as the step takes it: floating-point inputs in `dtype`, others as `plain`."""
@@ -198,9 +198,9 @@ class ShardedSide(JaxSide):
 
     def step(self, batch: Batch) -> Values:
         self.count += 1
-        self.state, told = self.compiled(self.state, self.ready(batch))
+        self.state, metrics = self.compiled(self.state, self.ready(batch))
         rate = optim.learning_rate(self.optimizer, self.steps, jnp.asarray(self.count))
-        return {"loss": float(told["loss"]), "grad_norm": float(told["grad_norm"]), "learning_rate": float(rate)}
+        return {"loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"]), "learning_rate": float(rate)}
 
     def observe(self, batch: Batch) -> Arrays:
         forward, update = (f(self.state, self.ready(batch)) for f in (self.recorder.forward, self.recorder.update))

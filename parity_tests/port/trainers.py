@@ -154,10 +154,10 @@ class JaxSide:
 
     def step(self, batch: Batch) -> Values:
         self.count += 1
-        self.state, told = self.advance(self.state, self.ready(batch))
+        self.state, results = self.advance(self.state, self.ready(batch))
         if self.own is not None:
-            return {"loss": float(told), "grad_norm": None, "learning_rate": None}
-        loss, norm = map(float, told)
+            return {"loss": float(results), "grad_norm": None, "learning_rate": None}
+        loss, norm = map(float, results)
         rate = optim.learning_rate(self.optimizer, self.steps, jnp.asarray(self.count))
         return {"loss": loss, "grad_norm": norm, "learning_rate": float(rate)}
 

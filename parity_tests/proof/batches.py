@@ -29,15 +29,15 @@ LONG = 10.0  # seconds from which a search is announced
 
 
 def identify(
-    experiment: Experiment, weights: Mapping[str, np.ndarray], step: int, told: tuple[float, float], near: float
+    experiment: Experiment, weights: Mapping[str, np.ndarray], step: int, losses: tuple[float, float], near: float
 ) -> Search:
-    """The batch whose loss under `weights` is the second of `told`, to `near` relative, or the attempts to find one.
+    """The batch whose loss under `weights` is the second of `losses`, to `near` relative, or the attempts to find one.
 
-    weights: by torch's names, as they are before `step`. told: the losses of ours and of theirs, in nats per token or
+    weights: by torch's names, as they are before `step`. losses: the losses of ours and of theirs, in nats per token or
     image, with or without a mixture's balance loss.
 
-    The first of `told` is reproduced before anything is tried. Where that fails, the result is empty: a batch norm per
-    replica, for one, normalizes over parts of the batch that a single device does not have.
+    The first of `losses` is reproduced before anything is tried. Where that fails, the result is empty: a batch norm
+    per replica, for one, normalizes over parts of the batch that a single device does not have.
     """
     model = filled(experiment.model, weights)
     if model is None:
@@ -49,24 +49,24 @@ def identify(
 
     data = dataset_of(experiment)
     own, begin = data.batch(step, experiment.train.batch, experiment.train.seed), time.monotonic()
-    if not matches(own, told[0]):
+    if not matches(own, losses[0]):
         return Search()
     pace = time.monotonic() - begin
-    if how := "".join(matches(own, told[1])[:1]):
+    if how := "".join(matches(own, losses[1])[:1]):
         return Search(remark=f"it is the loss of this batch {how}", own=True)
     for how, other in other_models(experiment.model):
         changed = filled(other, weights)
-        theirs, ours = (changed and matches(own, loss, changed, compare.LOSS) for loss in reversed(told))
+        theirs, ours = (changed and matches(own, loss, changed, compare.LOSS) for loss in reversed(losses))
         if theirs and "" in theirs and not ours:
             return Search(remark=f"it is the loss of this batch with {how}", own=True)
-    if abs(told[1] - told[0]) < ALIKE * abs(told[0]):
+    if abs(losses[1] - losses[0]) < ALIKE * abs(losses[0]):
         return Search()
     tried = candidates(experiment, data, step, own)
     if (seconds := pace * len(tried)) > LONG:
         say(f"comparing the loss of step {step} with those of {len(tried)} other batches, about {seconds:.0f} s ...")
     bar = track(tried.items(), "batches", console=console, transient=True, disable=not console.is_terminal)
     for name, read in bar:
-        if matches(read(), told[1]):
+        if matches(read(), losses[1]):
             return Search(found=name)
     return Search(
         remark=f"it is the loss of none of {len(tried)} other batches tried: of the {NEIGHBOURS} steps before and after"

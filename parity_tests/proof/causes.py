@@ -18,7 +18,7 @@ from jaxdist.config import EMA, state_kinds
 from parity_tests.proof import digits
 from parity_tests.proof.bisect import STAGES, Divergence
 from parity_tests.proof.evidence import CLEARLY, NEVER, UPDATE, Evidence, Seen, far_from_the_start, joined
-from parity_tests.proof.gradients import CLEAR, of_the_forward_pass, told
+from parity_tests.proof.gradients import CLEAR, largest_differences, of_the_forward_pass
 from parity_tests.runs import compare
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
@@ -120,7 +120,9 @@ def forward(e: Evidence) -> Seen:
     if e.first["loss"] > 1:  # then gradients may tell, if rounding may hide it
         if not e.rounding or not of_the_forward_pass(e.at_first):
             return None
-        how = f"{agreeing(e)}, and {told(e.at_first)}; it is one that no backward pass of a layer reaches"
+        how = (
+            f"{agreeing(e)}, and {largest_differences(e.at_first)}; it is one that no backward pass of a layer reaches"
+        )
         return 1, joined(how, e.unless_the_start)
     if_so = "from" if e.same_start else f"if {e.theirs.side} began with the given weights, then from"
     how = f"{if_so} equal weights and batches the loss differs by {e.at('loss', 1):.2g}"
@@ -152,7 +154,7 @@ def gradients(e: Evidence) -> Seen:
     ratios = theirs[step - 1 :] / ours[step - 1 :]
     if np.ptp(ratios) < 1e-3 * abs(ratios[0] - 1):
         return step, f"{how}: all are {ratios[0]:.6g} times ours"
-    if which := told(e.multiples(step)):
+    if which := largest_differences(e.multiples(step)):
         return step, joined(f"{how}: {which}", str(e.alone or ""))
     if e.alone:
         return step, f"{how}: {e.alone}"
@@ -168,7 +170,7 @@ def forward_or_backward(e: Evidence) -> Seen:
     """Gradients of step 1 differ, or slightly their norm, where rounding may hide a difference of the loss."""
     if not e.rounding or e.first["loss"] == 1 or e.fed_otherwise:
         return None
-    which = told(e.at_first)
+    which = largest_differences(e.at_first)
     if not which and (e.first["grad_norm"] > 1 or not e.slightly):
         return None
     norm = f"the gradient norm differs by {e.at('grad_norm', 1):.2g}"

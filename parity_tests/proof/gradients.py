@@ -108,7 +108,7 @@ def differing(multiples: Mapping[str, float]) -> list[str]:
     return [name for name, times in multiples.items() if not times <= CLEAR]
 
 
-def told(multiples: Mapping[str, float]) -> str:
+def largest_differences(multiples: Mapping[str, float]) -> str:
     """The first and the largest that differ, in words; empty where none does."""
     if not (names := differing(multiples)):
         return ""

@@ -28,8 +28,10 @@ def test_each_is_held_to_its_own_rounding() -> None:
     noise, theirs = moved(1e-7, *NAMES, "norm.weight"), moved(1e-5, *NAMES[1:3])
     found = gradients.multiples(theirs, OURS, noise, 1e-10)
     assert gradients.differing(found) == [NAMES[2], NAMES[1]] and not gradients.of_the_forward_pass(found)
-    assert "is that of layers.0.mlp.up_proj.weight, 25 times what rounding explains" in gradients.told(found)
-    assert gradients.told(gradients.multiples(noise, OURS, noise, 1e-10)) == ""
+    assert "is that of layers.0.mlp.up_proj.weight, 25 times what rounding explains" in gradients.largest_differences(
+        found
+    )
+    assert gradients.largest_differences(gradients.multiples(noise, OURS, noise, 1e-10)) == ""
 
 
 def test_those_behind_the_last_block_are_of_the_forward_pass() -> None:
@@ -39,7 +41,7 @@ def test_those_behind_the_last_block_are_of_the_forward_pass() -> None:
 def test_one_that_is_rounding_alone_is_passed_over() -> None:
     ours = OURS | {"gradient/layers.0.attention.k_proj.bias": np.full(8, 1e-17)}
     theirs = OURS | {"gradient/layers.0.attention.k_proj.bias": np.full(8, -1e-9)}
-    assert gradients.told(gradients.multiples(theirs, ours, OURS, 1e-10)) == ""
+    assert gradients.largest_differences(gradients.multiples(theirs, ours, OURS, 1e-10)) == ""
 
 
 # ---- moments at the end, of a loop that kept no gradients

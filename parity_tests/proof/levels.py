@@ -306,8 +306,8 @@ def counted(run: Run, as_of: Run | None = None) -> list[dict[str, Any]]:
 
 def scales_differ(a: Run, b: Run) -> list[int]:
     """The steps of which two scaled runs have another loss scale, or which one of them alone passed over for it."""
-    told = [[(r.get("loss_scale"), r["step"] in run.overflown) for r in run.metrics] for run in (a, b)]
-    return [step for step, (x, y) in enumerate(zip(*told, strict=False), start=1) if x != y]
+    scales = [[(r.get("loss_scale"), r["step"] in run.overflown) for r in run.metrics] for run in (a, b)]
+    return [step for step, (x, y) in enumerate(zip(*scales, strict=False), start=1) if x != y]
 
 
 def scaling(level: str, what: str, a: Run, b: Run) -> Iterator[Check]:
@@ -321,9 +321,9 @@ def scaling(level: str, what: str, a: Run, b: Run) -> Iterator[Check]:
 def rates(policy: Pair, double: Pair) -> Iterator[Check]:
     """The learning rate of each side, which is a formula's and knows no noise."""
     for run, run64 in zip(policy, double, strict=True):
-        told, exact = (np.array([record["learning_rate"] for record in r.metrics]) for r in (run, run64))
+        rates, exact = (np.array([record["learning_rate"] for record in r.metrics]) for r in (run, run64))
         bound = K * ROUNDING["float32"] * float(exact.max())
-        yield Check("precision", f"{run.side}, learning_rate", compare.absolute(told, exact), bound, RATE)
+        yield Check("precision", f"{run.side}, learning_rate", compare.absolute(rates, exact), bound, RATE)
 
 
 def numbers(run: Run) -> Check:
@@ -394,8 +394,8 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     waits = stages > 1 and not parallel.row.replicates and experiment.train.accumulation > 1
     if stages > 1:
         why |= {
-            kind: f"{said}; a torch rank holds the embedding or head only where it uses it"
-            for kind, said in why.items()
+            kind: f"{reason}; a torch rank holds the embedding or head only where it uses it"
+            for kind, reason in why.items()
         }
     if waits and not parallel.once:
         why["gradients"] += "; FSDP2 below a pipeline's schedule keeps them whole until the end of the step"

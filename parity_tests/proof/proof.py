@@ -213,9 +213,9 @@ class Proof:
         otherwise."""
         done = command(module, *arguments, xla_flags=self.xla_flags)
         if done.returncode:
-            _, told, message = f"\n{done.stderr.strip()}".rpartition("\nerror: ")
+            _, prefix, message = f"\n{done.stderr.strip()}".rpartition("\nerror: ")
             message = message.strip() or f"ended with {done.returncode}, without a word"
-            error = ConfigError if told and (done.returncode == 2 or NO_NUMBER.search(message)) else TrainingError
+            error = ConfigError if prefix and (done.returncode == 2 or NO_NUMBER.search(message)) else TrainingError
             raise error(f"python -m {module}: {message}")
 
     def run(self, side: str, kind: str, start: Path) -> Run:
@@ -377,8 +377,8 @@ class Proof:
         """Causes of each side's peak; none if the reference is another loop, of unknown formulas."""
         memory = {run.side: run.memory for run in self.pair("policy")}
         peaks = self.measured("memory") and all(m.get("peak") for m in memory.values())
-        told = self.sides == memory_model.SIDES and peaks and not self.scratch.unknown
-        return self.scratch.causes(memory) if told else []
+        explained = self.sides == memory_model.SIDES and peaks and not self.scratch.unknown
+        return self.scratch.causes(memory) if explained else []
 
     # ---- where they part, and why
 

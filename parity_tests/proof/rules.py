@@ -196,16 +196,16 @@ def identify(
     experiment: Experiment,
     weights: Mapping[str, np.ndarray],
     step: int,
-    told: tuple[Records, Records],
+    metrics: tuple[Records, Records],
     bounds: Mapping[str, np.ndarray],
 ) -> Rules:
     """The rules by which the update of `step`, and of those after it, gives their losses and gradient norms.
 
-    weights: at the start, by torch's names. told: metrics of ours and theirs. Our own rule has to reproduce ours first,
-    and not theirs; else nothing is tried, as for optimizers other than Adam.
+    weights: at the start, by torch's names. metrics: records of ours and theirs. Our own rule has to reproduce ours
+    first, and not theirs; else nothing is tried, as for optimizers other than Adam.
     """
     o = experiment.optimizer
-    if o.name not in ("adam", "adamw") or step > MOST or step >= len(told[0]) or experiment.train.skip:
+    if o.name not in ("adam", "adamw") or step > MOST or step >= len(metrics[0]) or experiment.train.skip:
         return Rules()
     if (model := filled(experiment.model, weights)) is None or any(True for _ in model.buffers()):
         return Rules()
@@ -220,7 +220,7 @@ def identify(
         training.gradients(s)
         training.fill(training.after(s, own))
     reached = training.loss(step + 1)
-    if not agrees(told[0], "loss", step + 1, reached) or agrees(told[1], "loss", step + 1, reached):
+    if not agrees(metrics[0], "loss", step + 1, reached) or agrees(metrics[1], "loss", step + 1, reached):
         return Rules()
     tried, pace = list(candidates(o)), (time.monotonic() - begin) / (3 * step + 1)
     if (seconds := pace * len(tried)) > LONG:
@@ -232,9 +232,9 @@ def identify(
         try:
             for s in range(step, last):
                 training.fill(training.after(s, candidate.rule))
-                if not agrees(told[1], "loss", s + 1, training.loss(s + 1)):
+                if not agrees(metrics[1], "loss", s + 1, training.loss(s + 1)):
                     return False
-                if s + 1 < last and not agrees(told[1], "grad_norm", s + 1, training.gradients(s + 1)):
+                if s + 1 < last and not agrees(metrics[1], "grad_norm", s + 1, training.gradients(s + 1)):
                     return False
             return True
         finally:
@@ -242,6 +242,6 @@ def identify(
                 del past[length[name] :]
 
     near = [candidate for candidate in tried if follows(candidate, step + 1)]
-    last = min(step + 1 + CONFIRMED, len(told[0]))
+    last = min(step + 1 + CONFIRMED, len(metrics[0]))
     found = [candidate for candidate in near if follows(candidate, last)]
     return Rules(tuple(dict.fromkeys((c.name, c.cause) for c in found)), len(tried), tuple(c.name for c in near))

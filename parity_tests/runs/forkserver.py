@@ -42,8 +42,8 @@ def run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str])
         if not answer:
             raise TrainingError(f"python -m {module}: the process to fork from has ended; start again")
         code = int(answer)
-        said = (Path(folder, name).read_text(encoding="utf-8") for name in OUTPUTS.values())
-        return CompletedProcess([module, *arguments], code, *said)
+        outputs = (Path(folder, name).read_text(encoding="utf-8") for name in OUTPUTS.values())
+        return CompletedProcess([module, *arguments], code, *outputs)
 
 
 @cache

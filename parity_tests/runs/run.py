@@ -123,11 +123,11 @@ class Run:
         """Raises ConfigError unless the folder holds a whole run that can be compared, all of its numbers finite."""
         if not (self.path / "config.toml").exists():
             raise ConfigError(f"{self.path} is not a run folder, it lacks config.toml; give the --output of a run")
-        steps, told = [record["step"] for record in self.metrics], self.experiment.train.steps
-        if steps != list(range(1, told + 1)):
+        steps, last = [record["step"] for record in self.metrics], self.experiment.train.steps
+        if steps != list(range(1, last + 1)):
             raise ConfigError(
                 f"{self.path / 'metrics.jsonl'} has {len(steps)} whole steps, {_numbered(steps)}, where train.steps = "
-                f"{told}: each has to be there once, in order, from 1, on a line that ends; finish the run, or make it "
+                f"{last}: each has to be there once, in order, from 1, on a line that ends; finish the run, or make it "
                 "again"
             )
         for name, (kind, fields) in SUMMARY.items():
@@ -144,7 +144,7 @@ class Run:
         lacking = [kind for kind in self.state_kinds if not self.kept_states(kind)]
         if lacking:
             raise ConfigError(
-                f"{self.path} has neither a checkpoint nor a record of {' and '.join(lacking)} at step {told}; see "
+                f"{self.path} has neither a checkpoint nor a record of {' and '.join(lacking)} at step {last}; see "
                 "README, 'A run of your own loop'"
             )
         for what in self.no_numbers():

@@ -183,8 +183,8 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
         memory = footprint.memory(plain, optimizer, experiment, mesh)
         if first:
             steps = experiment.optimizer.landmarks(experiment.train.steps)
-            told = {step: experiment.optimizer.learning_rate * schedule.lr_lambdas[0](step) for step in steps}
-            dtypes = {"arithmetic": arithmetic.narrowest(), "schedule": told}
+            rates = {step: experiment.optimizer.learning_rate * schedule.lr_lambdas[0](step) for step in steps}
+            dtypes = {"arithmetic": arithmetic.narrowest(), "schedule": rates}
             folder.summarize(summary(experiment, plain, mesh, memory, traffic) | dtypes)
 
 
@@ -195,8 +195,8 @@ def build(init: Path, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
     dtype = getattr(torch, str(experiment.precision.parameters))
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     loaded: Any = AutoModelForCausalLM.from_pretrained(init, dtype=dtype, output_loading_info=True, **eager)
-    model, told = loaded
-    if wrong := [f"{what}: {', '.join(map(str, names))}" for what, names in told.items() if names]:
+    model, report = loaded
+    if wrong := [f"{what}: {', '.join(map(str, names))}" for what, names in report.items() if names]:
         raise ConfigError(f"--init {init}: {'; '.join(wrong)}; give the whole weights of its config.json")
     model.config.use_cache = False
     return model.to(mesh.device_type).eval()  # no dropout

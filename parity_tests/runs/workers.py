@@ -158,5 +158,5 @@ class Workers:
         except BrokenExecutor:
             code = -1
         if code:
-            said = (self.folder / module.partition(".")[0]).read_text(encoding="utf-8").strip()[-2000:]
-            raise (ConfigError if code == 2 else TrainingError)(f"python -m {module} ended with {code}:\n{said}")
+            output = (self.folder / module.partition(".")[0]).read_text(encoding="utf-8").strip()[-2000:]
+            raise (ConfigError if code == 2 else TrainingError)(f"python -m {module} ended with {code}:\n{output}")

@@ -88,8 +88,8 @@ class Result:
     def line(self) -> str:
         """A line of JSON; NaN and infinity are text."""
         shares = [[level, name, x if x < float("inf") else repr(x)] for level, name, x in self.shares]
-        told = {"verdict": self.verdict, "sentence": self.sentence, "code": self.code, "shares": shares}
-        return json.dumps(self.case._asdict() | told)
+        fields = {"verdict": self.verdict, "sentence": self.sentence, "code": self.code, "shares": shares}
+        return json.dumps(self.case._asdict() | fields)
 
     @classmethod
     def read(cls, line: str) -> "Result":

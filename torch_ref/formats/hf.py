@@ -121,11 +121,11 @@ def describe(path: Path) -> Source | None:
         return described
     with suppress(ConfigError):  # whoever reads the weights says what is wrong
         source = opened(path)
-        if source.told:
-            return of_experiment(path, source.told)._replace(notes=source.notes)
-        if source.rows and (told := models.told_beside(path)):
-            fitted = models.fitted(str(path), told.model, source.leaves)
-            return of_experiment(path, told)._replace(model=fitted)
+        if source.experiment:
+            return of_experiment(path, source.experiment)._replace(notes=source.notes)
+        if source.rows and (experiment := models.experiment_beside(path)):
+            fitted = models.fitted(str(path), experiment.model, source.leaves)
+            return of_experiment(path, experiment)._replace(model=fitted)
     return None
 
 

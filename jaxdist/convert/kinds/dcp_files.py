@@ -206,14 +206,14 @@ def read_content(
     leaves, model = tensors.leaves, tensors.parameters
     if not model:
         raise no_weights(path, found)
-    if said := _experiment(found):
+    if own := _experiment(found):
         rates.check_unasked(path, peak)
-    experiment = agreed(str(path), said, wanted)
+    experiment = agreed(str(path), own, wanted)
     naming, names = recognized(str(path), model, experiment.model)
     full_name = renaming(names, naming, experiment.model)
     groups: dict[str, Leaves] = {PARAMETERS: {full: model[name] for full, name in names.items()}}
     carries = carried(names, naming, experiment.model)
-    prefix, others = tensors.prefixes["optimizer"], training and not said
+    prefix, others = tensors.prefixes["optimizer"], training and not own
     if others:
         _check_alone(path, tensors, lambda name: full_name(name) in names)
     extras = tensors.extras(prefix) if others else {}
@@ -221,7 +221,7 @@ def read_content(
     trained = list(groups_of(extras, f"{prefix}{GROUPS}.").values())
     updates, rule = None, None
     if states := states_of({**leaves, **extras}, prefix) if training else {}:
-        if not said:
+        if not own:
             rule = rules.rule_of(str(path), (kind for _, kind in states), trained)
         kept = rule.kinds(trained) if rule else experiment.optimizer.kept
         groups |= {
@@ -236,10 +236,10 @@ def read_content(
         counts = counts_of(str(path), states, needed=rule is None or rule.counts)
         updates = one_count(str(path), (torch_files.count_of(path, count) for count in counts)) if counts else None
     step_at = tensors.prefixes["step"]
-    said_step = leaves[step_at] if step_at in leaves else tensors.values.get(step_at) if training and step_at else None
-    step = torch_files.first_count(_number(str(path), "step", said_step), updates)
+    saved_step = leaves[step_at] if step_at in leaves else tensors.values.get(step_at) if training and step_at else None
+    step = torch_files.first_count(_number(str(path), "step", saved_step), updates)
     updates = step if states and updates is None else updates
-    if said:
+    if own:
         provenance = origin_of(found), metrics_of(found)
         content = Content(experiment, naming, groups, step, updates, *provenance, _scaling(leaves), sealed(found))
         return content.checked(path)
@@ -250,8 +250,8 @@ def read_content(
                 group["params"] = [full_name(name) for name in group["params"]]
             shapes = {name: entry.shape for name, entry in trainable(naming, experiment.model).items()}
             settings = rules.settings(str(path), rule, named, shapes)
-            told = rates.Told(path, named, step, scheduler_of(extras))
-            settings |= rates.going_on(told, experiment, rates.schedule_origin(wanted), peak)
+            recorded = rates.Recorded(path, named, step, scheduler_of(extras))
+            settings |= rates.going_on(recorded, experiment, rates.schedule_origin(wanted), peak)
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
     ways = fused.ways(nesting(tensors.index.planner_data))
 

@@ -46,10 +46,10 @@ def read_content(
         saved = saved_at(path)
         leaves = saved.weights
     trainer = trainer_folders.trainer_state(saved.folder.parent) if training else {}
-    told = sections(saved) if training else {}
-    told["train"] = told.get("train", {}) | trainer_folders.sections(around, trainer, {}).get("train", {})
-    completed = filled({"model": {"family": wanted.model.family}, **told}, wanted, str(path)) if wanted else None
-    weights = Weights(path, agreed(str(path), trainer_folders.found_in(around, told), completed), leaves)
+    found = sections(saved) if training else {}
+    found["train"] = found.get("train", {}) | trainer_folders.sections(around, trainer, {}).get("train", {})
+    completed = filled({"model": {"family": wanted.model.family}, **found}, wanted, str(path)) if wanted else None
+    weights = Weights(path, agreed(str(path), trainer_folders.found_in(around, found), completed), leaves)
     state = saved.state(weights) if training else None
     kept = saved.model.get("lr_scheduler")
     scheduler = kept if isinstance(kept, dict) else {}
@@ -57,8 +57,8 @@ def read_content(
     def schedule(done: int, state: State) -> Mapping[str, Any]:
         fields, reason = schedule_of(saved, scheduler, done, state)
         logged = partial(trainer_folders.logged_schedule, path, state, trainer)
-        told = rates.Told(path, state.groups, done, scheduler, (lambda: fields) if fields else logged, reason)
-        return rates.going_on(told, weights.experiment, rates.schedule_origin(wanted), peak)
+        recorded = rates.Recorded(path, state.groups, done, scheduler, (lambda: fields) if fields else logged, reason)
+        return rates.going_on(recorded, weights.experiment, rates.schedule_origin(wanted), peak)
 
     steps, scaler = saved.model.get("global_steps"), saved.scaler() if state else {}
     origin = Origin("deepspeed", files=companions(around), left=[*_copies(saved), *saved.left(state is not None)])
@@ -84,9 +84,9 @@ def sections(saved: Saved) -> dict[str, dict[str, Any]]:
         train = {"batch": batch, "accumulation": config.get("gradient_accumulation_steps", 1)}
     train = train if all(is_count(number) and number for number in train.values()) else {}
     optimizer = {"clip": float(clip)} if isinstance(clip, int | float) else {}
-    told = [f"{name} {value}" for name, value in {**train, **optimizer, "precision": policy}.items() if value]
-    if told:
-        say(f"{saved.path}: ds_config: {', '.join(told)}")
+    shown = [f"{name} {value}" for name, value in {**train, **optimizer, "precision": policy}.items() if value]
+    if shown:
+        say(f"{saved.path}: ds_config: {', '.join(shown)}")
     return {"train": train, "optimizer": optimizer, "precision": {"policy": policy} if policy else {}}
 
 

@@ -28,7 +28,7 @@ class Weights:
     def read_content(self, path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
         """The content: weights, with the files that belong to them. Raises ConfigError."""
         found = self._found(path)
-        experiment = agreed(str(path), found.told, wanted)
+        experiment = agreed(str(path), found.experiment, wanted)
         naming, names = recognized(str(path), found.leaves, experiment.model)
         groups = {PARAMETERS: {full: found.leaves[name] for full, name in names.items()}}
         origin = Origin(self.kind.name, naming, carried(names, naming, experiment.model), files=found.files())

@@ -32,7 +32,7 @@ def described(path: Path) -> dict[str, Leaf]:
 
 def read_content(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a Hugging Face folder. Raises ConfigError, for each tensor that does not fit with both shapes."""
-    read_model(path)  # a model that jaxdist does not compute is said before missing weights are
+    read_model(path)  # a model that jaxdist does not compute is refused before missing weights are
     tensors = Tensors(path)
     left = [f"the metadata {key!r}, in which its files differ" for key in sorted(tensors.differing)]
     origin = Origin("hf", metadata=tensors.metadata, index=_index(path), left=left)
@@ -62,8 +62,8 @@ def of_folder(
 def _index(path: Path) -> dict[str, Any]:
     """The index's metadata on the folder as a whole."""
     indexed = (path / INDEX).exists() and not (path / SINGLE).exists()
-    said = read_json(path / INDEX).get("metadata") if indexed else None
-    return said if isinstance(said, dict) else {}
+    metadata = read_json(path / INDEX).get("metadata") if indexed else None
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def check(conversion: Conversion) -> bytes:

@@ -14,23 +14,25 @@ def experiment_of(path: Path, tree: Mapping[str, Any], wanted: Experiment | None
     """The experiment that the file tells, with what --model, `wanted`, sets in place of it.
 
     Raises ConfigError where this is another model."""
-    source, told = f"{path}: {SOURCE}", sections(path, tree)
+    source, settings = f"{path}: {SOURCE}", sections(path, tree)
     for note in notes(path, tree):
         say(note)
-    found = Experiment.parse(told, source)
+    found = Experiment.parse(settings, source)
     if not wanted:
         return found
     given = wanted.model_dump(exclude_unset=True, exclude_none=True)
     if (gelu := given["model"].get("gelu", EXACT)) != EXACT:
         say(f"{path}: GELU is {gelu}, as --model says; nanoGPT's own has been exact since March 2023")
-        found = Experiment.parse(told | {"model": told["model"] | {"gelu": gelu}}, source)
-    return agreed(str(path), found, filled(told, wanted, source))
+        found = Experiment.parse(settings | {"model": settings["model"] | {"gelu": gelu}}, source)
+    return agreed(str(path), found, filled(settings, wanted, source))
 
 
-def filled(told: Mapping[str, dict[str, Any]], wanted: Experiment, source: str) -> Experiment:
+def filled(settings: Mapping[str, dict[str, Any]], wanted: Experiment, source: str) -> Experiment:
     """The experiment of --model, with fields that it does not set taken from the file; unchanged for another family.
     Raises ConfigError."""
-    if wanted.model.family != told["model"]["family"]:
+    if wanted.model.family != settings["model"]["family"]:
         return wanted
     given: dict[str, dict[str, Any]] = wanted.model_dump(exclude={"plugins"}, exclude_unset=True, exclude_none=True)
-    return Experiment.parse({name: told.get(name, {}) | given.get(name, {}) for name in {**told, **given}}, source)
+    return Experiment.parse(
+        {name: settings.get(name, {}) | given.get(name, {}) for name in {**settings, **given}}, source
+    )

@@ -103,8 +103,8 @@ def _check(adapter: Path, settings: Mapping[str, Any]) -> None:
     wrong += [key for key, allowed in (("peft_type", ("LORA",)), ("init_lora_weights", BEGINNINGS))
               if settings.get(key) not in allowed]  # fmt: skip
     if wrong:
-        told = ", ".join(f"{key} = {SHOWN.repr(settings.get(key))}" for key in wrong)
-        raise ConfigError(f"{adapter}: {told}: not merged here; merge it by PEFT's merge_and_unload")
+        shown = ", ".join(f"{key} = {SHOWN.repr(settings.get(key))}" for key in wrong)
+        raise ConfigError(f"{adapter}: {shown}: not merged here; merge it by PEFT's merge_and_unload")
     patterns = settings.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise ConfigError(

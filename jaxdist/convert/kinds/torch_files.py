@@ -105,9 +105,9 @@ def experiment_in(path: Path) -> Experiment:
 
     Raises ConfigError, also where there is none."""
     tree = load(path)
-    if found := models.told(path, tree):
+    if found := models.experiment_in(path, tree):
         return found
-    found = agreed(str(path), models.told_beside(path), None)
+    found = agreed(str(path), models.experiment_beside(path), None)
     return found.model_copy(update={"model": models.fitted(str(path), found.model, weights_of(path, tree, leaf))})
 
 
@@ -128,7 +128,7 @@ def read_content(
     tensors, optimizer = weights_of(path, tree, leaf), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     naming, names = recognized(str(path), tensors, found.model)
-    model = found.model if models.tells(tree) else models.with_tokens(found.model, naming, names, tensors)
+    model = found.model if models.states_model(tree) else models.with_tokens(found.model, naming, names, tensors)
     found = found.model_copy(update={"model": model})
     rename = renaming(names, naming, model)
     carries = carried(names, naming, model)
@@ -169,8 +169,8 @@ def read_content(
             settings = rules.settings(str(path), rule, trained, shapes)
             if not own:
                 whose = rates.schedule_origin(wanted, f"its {LOOP}" if has_loop(tree) else "")
-                told = rates.Told(path, trained, step, part(tree, SCHEDULER))
-                settings |= rates.going_on(told, found, whose, peak)
+                recorded = rates.Recorded(path, trained, step, part(tree, SCHEDULER))
+                settings |= rates.going_on(recorded, found, whose, peak)
         experiment = trained_by(found, settings, f"{path}: optimizer")
         with reading(path, "scaler"):
             scaler, apex = (tree_map_only(Tensor, partial(number, path), part(tree, key)) for key in (SCALER, APEX))
@@ -227,7 +227,9 @@ def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
     none."""
     if is_nanogpt(tree) and not is_own(tree):
         return nanogpt.experiment_of(path, tree, wanted)
-    return agreed(str(path), models.told(path, tree) or (None if wanted else models.told_beside(path)), wanted)
+    return agreed(
+        str(path), models.experiment_in(path, tree) or (None if wanted else models.experiment_beside(path)), wanted
+    )
 
 
 def count_of(path: Path, value: Any) -> int:
@@ -245,13 +247,13 @@ def number(path: Path, value: Any) -> Any:
 
 def _steps(path: Path, tree: Any, updates: int | None) -> int:
     """Steps done: as the file says, or as its scheduler or its optimizer counted, whichever counted more."""
-    said = next((number(path, tree[key]) for key in STEP if key in tree), None) if isinstance(tree, dict) else None
+    saved = next((number(path, tree[key]) for key in STEP if key in tree), None) if isinstance(tree, dict) else None
     counted = part(tree, SCHEDULER).get("last_epoch", -1)
     if is_count(counted) and counted < (updates or 0):
-        if not is_count(said):
+        if not is_count(saved):
             say(f"{path}: its optimizer made {updates} steps, its scheduler {counted}, of epochs: steps are counted")
         counted = updates
-    return first_count(said, counted, updates)
+    return first_count(saved, counted, updates)
 
 
 def _extras(path: Path, tree: Any, order: rules.Order, kinds: Sequence[str], averaged: bool) -> Any:
@@ -340,7 +342,7 @@ def write(path: Path, conversion: Conversion) -> None:
     theirs = origin.of_a_script and (content.step == origin.step or EXPERIMENT in tree)
     tree |= {} if theirs else put_own(content, room)
     if origin.kind not in ("", "torch"):
-        tree[ORIGIN] = {"said": origin.said(), BUFFERS: room(origin.buffers), "extras": origin.extras}
+        tree[ORIGIN] = {"said": origin.fields(), BUFFERS: room(origin.buffers), "extras": origin.extras}
     file = TorchFile(path, tree)
     conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
     for fake, there in later:

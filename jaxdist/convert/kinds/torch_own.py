@@ -49,6 +49,6 @@ def log_of(path: Path, tree: Mapping[str, Any]) -> bytes:
 def origin_of(path: Path, tree: Mapping[str, Any]) -> Origin:
     """Origin of the weights, if not a torch file, without torch's own parts. Raises ConfigError."""
     with reading(path, ORIGIN):
-        said, kept = OriginFields.model_validate(tree[ORIGIN]["said"]), tree[ORIGIN][BUFFERS]
+        facts, kept = OriginFields.model_validate(tree[ORIGIN]["said"]), tree[ORIGIN][BUFFERS]
         found = {name: leaf(path, name, tensor) for name, tensor in kept.items()}
-    return Origin(**dict(said), buffers=found)
+    return Origin(**dict(facts), buffers=found)

@@ -35,9 +35,9 @@ class Records:
         with torch_numpy.allowed():
             return reader.load()
 
-    def _storage(self, made: Callable[[Place], UntypedStorage], said: Any) -> TypedStorage:
+    def _storage(self, made: Callable[[Place], UntypedStorage], identifier: Any) -> TypedStorage:
         """A pickle's entry for a storage: type, key, device, and number of elements."""
-        _, kind, key, _, count = said
+        _, kind, key, _, count = identifier
         dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
         asked = storage_of(self.places, key, str(dtype), dtype.itemsize, count)
         if asked not in self.storages:

@@ -52,9 +52,9 @@ def read_content(
     there, read = trainer.read(path, READER)
     logged = trainer_state(path) if training else {}
     arguments = trainer_arguments.read(path) if training else {}
-    told = sections(path, logged, arguments)
-    completed = filled({"model": {"family": wanted.model.family}, **told}, wanted, str(path)) if wanted else None
-    weights = Weights(path, agreed(str(path), found_in(path, told), completed), there)
+    settings = sections(path, logged, arguments)
+    completed = filled({"model": {"family": wanted.model.family}, **settings}, wanted, str(path)) if wanted else None
+    weights = Weights(path, agreed(str(path), found_in(path, settings), completed), there)
     state, by = _state(path, weights) if training else (None, "")
     scheduler = _plain(path, SCHEDULERS) if state else {}
     counted = scheduler.get("last_epoch") if state and not state.rule.counts else None
@@ -63,8 +63,10 @@ def read_content(
     def schedule(done: int, state: State) -> Mapping[str, Any]:
         fields, reason = _argued(path, state, logged, arguments)
         found = partial(logged_schedule, path, state, logged)
-        told = rates.Told(path, state.groups, done, scheduler, (lambda: fields) if fields or reason else found, reason)
-        return rates.going_on(told, weights.experiment, rates.schedule_origin(wanted), peak)
+        recorded = rates.Recorded(
+            path, state.groups, done, scheduler, (lambda: fields) if fields or reason else found, reason
+        )
+        return rates.going_on(recorded, weights.experiment, rates.schedule_origin(wanted), peak)
 
     used = {trainer_arguments.FILE} if arguments else set[str]()
     files, left = files_of(path, {*read, *used, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})
@@ -73,8 +75,8 @@ def read_content(
     return _scaled(path, content, bool(wanted)) if state else content
 
 
-def found_in(path: Path, told: Mapping[str, Mapping[str, Any]]) -> Experiment | None:
-    """The experiment around the model of config.json, with the sections `told`; None without config.json. Raises
+def found_in(path: Path, settings: Mapping[str, Mapping[str, Any]]) -> Experiment | None:
+    """The experiment around the model of config.json, with the sections `settings`; None without config.json. Raises
     ConfigError."""
     if not (path / CONFIG).is_file():
         return None
@@ -82,7 +84,7 @@ def found_in(path: Path, told: Mapping[str, Mapping[str, Any]]) -> Experiment | 
     found = experiment_for(read_model(path).model_dump(), str(path))
     values: dict[str, Any] = found.model_dump(exclude_unset=True, exclude_none=True)
     source = f"{path}: {TRAINER_STATE}, {trainer_arguments.FILE}"
-    return Experiment.parse(values | {name: values.get(name, {}) | fields for name, fields in told.items()}, source)
+    return Experiment.parse(values | {name: values.get(name, {}) | fields for name, fields in settings.items()}, source)
 
 
 def sections(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -91,8 +93,8 @@ def sections(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]
     if not arguments:
         return {"train": steps} if steps else {}
     with reading(path / trainer_arguments.FILE, "batch or schedule"):
-        told = _told(path, logged, arguments)
-    return told | {"train": steps | told["train"]}
+        settings = _from_arguments(path, logged, arguments)
+    return settings | {"train": steps | settings["train"]}
 
 
 ADAMW = {
@@ -101,7 +103,7 @@ ADAMW = {
 }  # fmt: skip
 
 
-def _told(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _from_arguments(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Sections of an experiment from the arguments, and a note on them."""
     accumulation = arguments.get("gradient_accumulation_steps", 1)
     each = logged.get("train_batch_size")  # of a process, which may have several GPUs

@@ -178,9 +178,9 @@ class KeyMapping:
                 )
         for layers, counts in alike.items():
             if len(counts) > 1:
-                told = "; ".join(f"{n} in row {', '.join(map(str, rows))}" for n, rows in sorted(counts.items()))
+                shown = "; ".join(f"{n} in row {', '.join(map(str, rows))}" for n, rows in sorted(counts.items()))
                 raise ConfigError(
-                    f"{self.source}: rows disagree on the number of layers {layers}{LAYER}: {told}. "
+                    f"{self.source}: rows disagree on the number of layers {layers}{LAYER}: {shown}. "
                     f"{self._advice({number for rows in counts.values() for number in rows}, ours)}"
                 )
 

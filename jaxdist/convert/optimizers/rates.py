@@ -21,7 +21,7 @@ FIELDS = {"learning_rate", "warmup", "decay", "decay_steps", "final"}  # of the 
 MODEL = "--model"  # whose schedule an experiment has
 
 
-class Told(NamedTuple):
+class Recorded(NamedTuple):
     """Learning rates of a checkpoint: its optimizer's `groups` after `step` steps, and the state of its scheduler,
     empty without one. `found`: the schedule's fields according to other files, as a log; empty without. `reason`: why a
     known scheduler has no equal schedule here."""
@@ -57,26 +57,26 @@ def rate_at(experiment: Experiment, step: int) -> float:
         return float(learning_rate(experiment.optimizer, experiment.train.steps, jnp.asarray(step)))
 
 
-def going_on(told: Told, experiment: Experiment, whose: str, peak: Peak | None) -> dict[str, Any]:
+def going_on(recorded: Recorded, experiment: Experiment, whose: str, peak: Peak | None) -> dict[str, Any]:
     """The schedule's fields of an optimizer section, for every kind of checkpoint that has an optimizer of torch's.
 
     A given schedule comes first, that of `experiment`: `whose` it is, --model's or the checkpoint's own; empty without
     one. Then that of the scheduler or a log. Else the current rate stays, and it is said. `peak` decides as in
     `peak_of`. Raises ConfigError."""
-    path, now = told.path, told.groups[0].get("lr")
+    path, now = recorded.path, recorded.groups[0].get("lr")
     if whose:
-        found = peak_of(told, (whose, experiment), peak)
-        if told.scheduler:
+        found = peak_of(recorded, (whose, experiment), peak)
+        if recorded.scheduler:
             say(f"{path}: its scheduler ends here: the schedule of {whose} continues")
         return found
-    if rule := told.found() or rule_of(path, told.scheduler, told.groups, told.step):
+    if rule := recorded.found() or rule_of(path, recorded.scheduler, recorded.groups, recorded.step):
         return {**rule, "learning_rate": float(now)} if peak == "now" and now else dict(rule)
     if peak == "schedule":
         raise ConfigError(
             f"--peak schedule: {path} has no schedule that can be read; give one by --model, as [optimizer] "
             "learning_rate, warmup and decay, or leave --peak out to continue at the current rate"
         )
-    reason = told.reason or (unlike(told.scheduler) if told.scheduler else "it has no schedule")
+    reason = recorded.reason or (unlike(recorded.scheduler) if recorded.scheduler else "it has no schedule")
     if not now:
         say(f"{path}: {reason}, and no rate to continue at; the default schedule is taken, --model gives another")
         return {}
@@ -168,24 +168,24 @@ def _rule(state: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def peak_of(told: Told, scheduled: tuple[str, Experiment], peak: Peak | None) -> dict[str, Any]:
+def peak_of(recorded: Recorded, scheduled: tuple[str, Experiment], peak: Peak | None) -> dict[str, Any]:
     """The peak, a field of an optimizer section: that of the groups where they tell it; else that of the schedule where
     this has the current rate, or where `peak` says so; or the current rate where `peak` says that.
 
     `scheduled`: whose schedule, and the experiment with it. Raises ConfigError, with both rates, where nothing decides.
     """
-    path, step = told.path, told.step
+    path, step = recorded.path, recorded.step
     whose, experiment = scheduled
     kept = {"learning_rate": experiment.optimizer.learning_rate}
-    if peak is None and all(peak_in(group) is not None for group in told.groups):
-        own = float(peak_in(told.groups[0]))
+    if peak is None and all(peak_in(group) is not None for group in recorded.groups):
+        own = float(peak_in(recorded.groups[0]))
         if not math.isclose(own, kept["learning_rate"], rel_tol=CLOSE):
             say(
                 f"{path}: its peak, {own:g}, continues by the schedule of {whose}, whose own is "
                 f"{kept['learning_rate']:g}; --peak schedule takes that one"
             )
         return {}
-    now = float(told.groups[0]["lr"])
+    now = float(recorded.groups[0]["lr"])
     # A loop sets the rate before a step, a scheduler that of the next after it.
     rates = {at: rate_at(experiment, at) for at in (step, step + 1) if at}
     if peak != "now" and any(math.isclose(now, rate, rel_tol=CLOSE) for rate in rates.values()):

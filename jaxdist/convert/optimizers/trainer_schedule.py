@@ -106,9 +106,9 @@ def in_words(fields: Mapping[str, Any]) -> str:
 
 def _warmup_of(arguments: Mapping[str, Any], steps: int) -> int:
     """Steps of warm-up, which may be given as a share of all steps."""
-    told = arguments.get("warmup_steps", 0)
-    share = told or arguments.get("warmup_ratio", 0)
-    return int(min(told, steps)) if told >= 1 else math.ceil(steps * share)
+    warmup = arguments.get("warmup_steps", 0)
+    share = warmup or arguments.get("warmup_ratio", 0)
+    return int(min(warmup, steps)) if warmup >= 1 else math.ceil(steps * share)
 
 
 class Known(NamedTuple):
@@ -156,15 +156,15 @@ def deepspeed_schedule(settings: Any, base: float, now: tuple[int, int, float]) 
     final = float(known.final(given, peak))
     fields: dict[str, Any] = {"learning_rate": peak, "warmup": warmup + later, "decay": known.decay}
     fields |= {"decay_steps": end + later, "final": final} if known.decay != "constant" else {}
-    told = in_words(fields)
+    shown = in_words(fields)
     if done < ends:
         return {}, (
-            f"its {kind} still warms up, at other rates than jaxdist does; from step {ends + later} on it is {told}, "
+            f"its {kind} still warms up, at other rates than jaxdist does; from step {ends + later} on it is {shown}, "
             "for --model and --peak schedule"
         )
     share = SHAPES[known.decay].share(done, warmup, end)
     if abs(rate - peak * (final + (1 - final) * share)) > CLOSE * peak:
-        return {}, f"its current rate is not that of its {kind}: {told}"
+        return {}, f"its current rate is not that of its {kind}: {shown}"
     return fields, ""
 
 

@@ -95,7 +95,7 @@ ROTARY: Decisions = {
     "hidden_act": fixed("silu", "swish"),
     "partial_rotary_factor": fixed(None, 1, 1.0),
     "attention_dropout": dropout(0.0),
-    "pad_token_id": Decision(Effect.TOLD, (None,), note=PADDING),
+    "pad_token_id": Decision(Effect.NOTED, (None,), note=PADDING),
     "pretraining_tp": NONE,
 }
 QWEN: Decisions = {

@@ -33,6 +33,6 @@ def read(path: Path, name: str) -> np.ndarray:
 def find(path: Path, reader: Reader) -> Found:
     """The weights of a file. Raises ConfigError."""
     with np.load(path) as arrays:
-        told = Experiment.parse(json.loads(str(arrays[EXPERIMENT])), source=str(path))
+        experiment = Experiment.parse(json.loads(str(arrays[EXPERIMENT])), source=str(path))
         shapes = {name: (arrays[name].shape, arrays[name].dtype) for name in arrays.files if name != EXPERIMENT}
-    return Found(path, {name: Leaf(*like, partial(read, path, name)) for name, like in shapes.items()}, told)
+    return Found(path, {name: Leaf(*like, partial(read, path, name)) for name, like in shapes.items()}, experiment)
