@@ -23,6 +23,7 @@ from jaxdist.config import Experiment, check_validation, diverged, overflown
 from jaxdist.config.errors import LESS
 from jaxdist.data import Batches, Dataset, Targets, dataset_of, in_steps
 from jaxdist.formats.described import Source, source_of
+from jaxdist.formats.opening import opening_once, release
 from jaxdist.formats.origin import CompanionFiles, begin
 from jaxdist.parallel.mesh import axes_of, make_mesh
 from jaxdist.parallel.rematerialization import ALL_OF_IT, in_memory
@@ -45,6 +46,7 @@ from jaxdist.training.validation import pass_over
 
 
 @in_memory(f"{LESS}, or {ALL_OF_IT}")
+@opening_once()
 def main(argv: Sequence[str] | None = None) -> None:
     """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
     startup = StartupTimer()
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             start, state = starting_state(program, arguments.init, folder, checkpoints)
         if folder:
             from_first(partial(begin, folder, experiment, start, partial(companion_files, arguments.companions_of)))
+        release()
         for line in (*arguments.notes, where):
             say(line)
         startup.mark("initialize")

@@ -20,6 +20,7 @@ from jaxdist.config import Experiment, check_validation, diverged, exit_codes, o
 from jaxdist.config.errors import LESS, in_device_memory
 from jaxdist.data import Batch, Dataset, Split, Targets, dataset_of, in_steps, microbatch_order
 from jaxdist.formats.dcp_index import INDEX
+from jaxdist.formats.opening import opening_once, release
 from jaxdist.formats.origin import begin
 from jaxdist.runs.checkpoints import Saves
 from jaxdist.runs.display import megabytes, progress, say, show_end, show_start
@@ -29,7 +30,7 @@ from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.accounting.traffic import Traffic
 from torch_ref.families.models import build, module_of
-from torch_ref.formats.hf import describe, lies_beside, opening_once, release
+from torch_ref.formats.hf import describe, lies_beside
 from torch_ref.parallel import experts, pipeline
 from torch_ref.parallel.context import context
 from torch_ref.parallel.mesh import BATCH, rank_over

@@ -1,22 +1,22 @@
 """Weights from any source, laid out for a program."""
 
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, same_model
-from jaxdist.convert.content import PARAMETERS
+from jaxdist.config import Experiment, same_model
+from jaxdist.convert.content import PARAMETERS, Content
+from jaxdist.convert.kinds.found import content_of
+from jaxdist.convert.kinds.reader import READER
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.vocabulary import resized, vocabulary_of
-from jaxdist.formats.companions import CONFIG
-from jaxdist.formats.described import Source, of_experiment, source_of
 from jaxdist.formats.finite import of_start
+from jaxdist.formats.opening import companions_by, described_by, opened
 from jaxdist.formats.orbax import is_checkpoint, read_experiment
-from jaxdist.formats.origin import CompanionFiles, companion_files
 from jaxdist.formats.sources import kind_of
 from jaxdist.formats.tables import OWN
 from jaxdist.training import orbax_io
@@ -36,25 +36,16 @@ def source_experiment(path: Path) -> Experiment:
     return KINDS[kind].format.read_content(path, training=False).experiment
 
 
-def described(path: Path) -> Source | None:
-    """The model at `path`, by the readers of both backends or of the converter; None if the file does not state it.
-    Raises ConfigError, as `source_of` does."""
-    if found := source_of(path):
-        return found
-    with suppress(ConfigError):  # whoever reads the weights says what is wrong
-        return of_experiment(path, source_experiment(path))
-    return None
+described = partial(described_by, READER)
+lies_beside = partial(companions_by, READER)
 
 
-def lies_beside(path: Path) -> CompanionFiles | None:
-    """Facts about the source of these weights that a run keeps for its export, also for kinds that only the converter
-    reads. Raises ConfigError, as `companion_files` does."""
-    if (found := companion_files(path)) is not None:
-        return found
-    with suppress(ConfigError):
-        origin = KINDS[kind_of(path)].format.read_content(path, training=False).origin
-        return CompanionFiles(origin.files, origin.dtype) if CONFIG in origin.files else None
-    return None
+def starting_content(path: Path, wanted: Experiment, ema: bool = False) -> Content:
+    """The weights of a source, or with `ema` their moving average; none of them is read yet. Raises ConfigError."""
+    if not (ema or is_checkpoint(path)):
+        return content_of(opened(path, READER), wanted)
+    content = KINDS[kind_of(path)].format.read_content(path, wanted, training=ema)
+    return content.averaged(path) if ema else content
 
 
 def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, jax.Array]:
@@ -79,8 +70,7 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
 
         return jax.make_array_from_callback(a.shape, a.sharding, part)
 
-    content = KINDS[kind_of(path)].format.read_content(path, program.experiment, training=ema)
-    content = resized(content.averaged(path) if ema else content, model)
+    content = resized(starting_content(path, program.experiment, ema), model)
     conversion = Conversion(content, OWN, widen=True, nonfinite="refuse")
     weights = {name: put(abstract[name], array) for _, name, array in conversion.stream(PARAMETERS)}
     conversion.refuse(path, of_start(path))

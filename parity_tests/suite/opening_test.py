@@ -1,23 +1,26 @@
-"""A start of torch_ref opens its source once, whatever it asks of it: the model, the weights, what lies beside."""
+"""A start opens its source once for all that it reads: the model, the weights, the files next to them."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import jaxdist.train
+import torch_ref.train
 from jaxdist.config import ConfigError
 from jaxdist.conftest import free_port
+from jaxdist.formats import opening, sources
 from jaxdist.formats.leaves import Reader
 from jaxdist.formats.sources import Found, found
 from parity_tests.suite.source_kinds_test import SOURCES, as_it_is
 from torch_ref.formats import hf
-from torch_ref.train import main
 
 pytestmark = pytest.mark.long
 
 LINE = "--device cpu --mesh 1x1 --train.steps 0 --train.validation_batches 0 --checkpoint.final false"
+SIDES = {"jaxdist": jaxdist.train.main, "torch_ref": torch_ref.train.main}
 
 
 @pytest.fixture
@@ -29,12 +32,20 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
         paths.append(path)
         return found(path, reader)
 
-    monkeypatch.setattr(hf, "found", counted)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.delenv("TORCH_REF_STORE", raising=False)
+    for module in (sources, hf):
+        monkeypatch.setattr(module, "found", counted)
     yield paths
+
+
+@pytest.fixture(params=SIDES)
+def main(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
+    """The command of a side."""
+    if request.param == "torch_ref":
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        monkeypatch.delenv("TORCH_REF_STORE", raising=False)
+    return SIDES[request.param]
 
 
 def made(folder: Path) -> Path:
@@ -42,21 +53,31 @@ def made(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["ZeRO 2", "the Trainer, pytorch_model.bin", "Meta", "Hugging Face"])
-def test_a_source_is_opened_once(name: str, tmp_path: Path, opened: list[Path]) -> None:
-    path = SOURCES[name][1](made(tmp_path / "source"), as_it_is)
+@pytest.mark.parametrize("name", ["ZeRO 2", "the Trainer, pytorch_model.bin", "Meta", "Hugging Face", "torchtitan"])
+def test_a_source_is_opened_once(
+    name: str, main: Callable[[list[str]], None], tmp_path: Path, opened: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The readers of convert, which read more of a kind, are not called."""
+    _, write, model, tells = SOURCES[name]
+    path = write(made(tmp_path / "source"), as_it_is)
+    for kind in sources.KINDS:
+        monkeypatch.delattr(sources.KINDS[kind].format, "read_content")
     (np.arange(999, dtype=np.uint16) % 5).tofile(tmp_path / "ids.bin")
     data = ["--data.path", str(tmp_path / "ids.bin"), "--data.bin_dtype", "uint16", "--data.sequence", "8"]
-    main([*LINE.split(), *data, "--init", str(path), "--output", str(tmp_path / "run")])
+    fields = model.model_dump(exclude_unset=True, exclude={"family"})
+    given = [] if tells else [part for n, v in fields.items() for part in (f"--model.{n}", str(v).lower())]
+    main([*LINE.split(), *data, *given, "--init", str(path), "--output", str(tmp_path / "run")])
     assert opened == [path]
-    assert not hf.opened.cache_info().currsize
+    assert not opening.opened.cache_info().currsize
 
 
-def test_a_refused_start_leaves_nothing_open(tmp_path: Path, opened: list[Path]) -> None:
+def test_a_refused_start_leaves_nothing_open(
+    main: Callable[[list[str]], None], tmp_path: Path, opened: list[Path]
+) -> None:
     path = SOURCES["Meta"][1](made(tmp_path / "source"), as_it_is)
     with pytest.raises(ConfigError, match=r"model\.layers"):
         main([*LINE.split(), "--model.layers", "7", "--init", str(path)])
-    assert opened and not hf.opened.cache_info().currsize
+    assert opened and not opening.opened.cache_info().currsize
 
 
 def test_weights_by_themselves_are_those_of_now(tmp_path: Path, opened: list[Path]) -> None:

@@ -42,6 +42,7 @@ from parity_tests.suite.sources_test import (
     bits,
     folder_of,
     parsed,
+    read_by_convert,
     read_by_jaxdist,
     read_by_torch_ref,
     refused,
@@ -253,6 +254,8 @@ def test_both_take_it_alike(name: str, tmp_path: Path) -> None:
     jax_side, ref = read_by_jaxdist(path, model), read_by_torch_ref(path, model)
     assert {*jax_side} == {*ref} and len({array.tobytes() for array in ref.values()}) > len(ref) / 2
     assert all(bits(jax_side[n]) == ref[n].tobytes() for n in ref)
+    by_convert = read_by_convert(path, model)
+    assert {*by_convert} == {*ref} and all(bits(by_convert[n]) == bits(jax_side[n]) for n in ref)
 
 
 def test_a_square_matrix_that_one_side_turns_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +327,7 @@ def test_both_refuse_it_in_the_same_words(name: str, damage: str, tmp_path: Path
     path = write(tmp_path, change)
     message = refused(read_by_jaxdist, path, model)
     assert words in message, message
-    assert refused(read_by_torch_ref, path, model) == message
+    assert [refused(read, path, model) for read in (read_by_torch_ref, read_by_convert)] == [message] * 2
 
 
 def test_both_refuse_an_index_of_another_dtype_in_the_same_words(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from jaxdist.command_line.arguments import parse
 from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
-from jaxdist.convert.content import PARAMETERS
+from jaxdist.convert.content import PARAMETERS, Content
 from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.vocabulary import resized
+from jaxdist.convert.weights import starting_content
 from jaxdist.families.gpt2.config import GPT2
 from jaxdist.families.llama.config import Llama
 from jaxdist.families.mixtral.config import Mixture
@@ -30,6 +31,7 @@ from jaxdist.formats.finite import is_square, of_start
 from jaxdist.formats.finite import refused as refused_weights
 from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.hf import experiment_for
+from jaxdist.formats.opening import opened
 from jaxdist.formats.sources import kind_of
 from jaxdist.formats.tables import OWN, stored
 from jaxdist.train import described as jax_described
@@ -68,8 +70,17 @@ def folder_of(path: Path, model: Model) -> Tensors:
 
 def read_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
     """What jaxdist places, under torch_ref's names and in its layout."""
+    opened.cache_clear()  # files change within a test
+    return placed(path, model, starting_content(path, experiment_for(model.model_dump(), "test")))
+
+
+def read_by_convert(path: Path, model: Model) -> dict[str, np.ndarray]:
+    """What convert writes, likewise."""
     wanted = experiment_for(model.model_dump(), "test")
-    content = KINDS[kind_of(path)].format.read_content(path, wanted, training=False)
+    return placed(path, model, KINDS[kind_of(path)].format.read_content(path, wanted, training=False))
+
+
+def placed(path: Path, model: Model, content: Content) -> dict[str, np.ndarray]:
     conversion = Conversion(resized(content, model), OWN, widen=True, nonfinite="refuse")
     found = as_torch({name: array for _, name, array in conversion.stream(PARAMETERS)})
     conversion.refuse(path, of_start(path))

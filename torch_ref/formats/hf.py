@@ -1,20 +1,15 @@
 """Weights of a source of any kind: the neutral plan followed with torch's tensors."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from jaxdist.config import ConfigError, Decoder, Model, same_model
-from jaxdist.formats import models
-from jaxdist.formats.companions import CONFIG
-from jaxdist.formats.described import Source, of_experiment, source_of
+from jaxdist.config import Decoder, Model, same_model
 from jaxdist.formats.finite import BadValues
 from jaxdist.formats.headers import Header
-from jaxdist.formats.origin import CompanionFiles, companion_files
+from jaxdist.formats.opening import companions_by, described_by
 from jaxdist.formats.plan import plan_of, untied
 from jaxdist.formats.sources import Found, found
 from jaxdist.formats.tables import EXPERTS, Stored, stored
@@ -22,28 +17,6 @@ from torch_ref.formats.arrays import to_torch
 from torch_ref.formats.finite import bad_values
 from torch_ref.formats.reader import READER
 from torch_ref.parallel.weights import VOCABULARY
-
-
-@cache
-def opened(path: Path) -> Found:
-    """The source at `path`, opened once for all that the start of a run asks of it, until `release`.
-
-    Raises ConfigError."""
-    return found(path, READER)
-
-
-def release() -> None:
-    """Close the sources that are open: files of before torch 1.6 are in memory as long."""
-    opened.cache_clear()
-
-
-@contextmanager
-def opening_once() -> Iterator[None]:
-    """Around a command: nothing that it opened stays open after it."""
-    try:
-        yield
-    finally:
-        release()
 
 
 class Weights:
@@ -115,27 +88,5 @@ def _without_padding(model: Model, wanted: Model) -> int | None:
     return None if (model.vocab, model.vocab_rows) == (wanted.vocab, wanted.vocab_rows) else model.vocab
 
 
-def describe(path: Path) -> Source | None:
-    """The model of weights of any kind; None where they do not say. Raises ConfigError as `source_of`."""
-    if described := source_of(path):
-        return described
-    with suppress(ConfigError):  # whoever reads the weights says what is wrong
-        source = opened(path)
-        if source.experiment:
-            return of_experiment(path, source.experiment)._replace(notes=source.notes)
-        if source.rows and (experiment := models.experiment_beside(path)):
-            fitted = models.fitted(str(path), experiment.model, source.leaves)
-            return of_experiment(path, experiment)._replace(model=fitted)
-    return None
-
-
-def lies_beside(path: Path | None) -> CompanionFiles | None:
-    """Facts about the source of these weights that a run keeps for its export. Raises ConfigError, as `beside` does."""
-    if (kept := companion_files(path)) is not None or path is None:
-        return kept
-    with suppress(ConfigError):
-        source = opened(path)
-        files = source.files()
-        first = next(iter(source.leaves.values()), None)
-        return CompanionFiles(files, str(first.dtype)) if first and CONFIG in files else None
-    return None
+describe = partial(described_by, READER)
+lies_beside = partial(companions_by, READER)

@@ -21,12 +21,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from jaxdist.config import Decoder, Experiment, Model, same_model
 from jaxdist.config.bounded import read_json
 from jaxdist.formats.dcp_index import EXPERIMENT, read_index
+from jaxdist.formats.opening import opened
 from jaxdist.formats.sources import located
 from jaxdist.runs.checkpoints import Saves, publish, thin, unfinished, whole_checkpoint
 from torch_ref.families.models import build
 from torch_ref.formats import hf
 from torch_ref.formats.distributed import Reader, load, read_whole, reading
 from torch_ref.formats.finite import check_read, check_resumed, check_start
+from torch_ref.formats.reader import READER
 from torch_ref.parallel.weights import VOCABULARY, extended, fill, local, model_tensors, place
 from torch_ref.runtime.launch import from_first
 from torch_ref.training.optim import Optimizer
@@ -87,7 +89,7 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
         load_weights(found, model, config, theirs.model)
         check_start(found, dict(model_tensors(model)), dtype, theirs.precision.parameters)
     else:
-        weights = hf.Weights(found, config, hf.opened(found))
+        weights = hf.Weights(found, config, opened(found, READER))
         weights.check()
         fill(model, lambda name, shape: extended(weights.read(name), shape))
         check_read(found, weights.bad)

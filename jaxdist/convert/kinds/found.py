@@ -27,9 +27,16 @@ class Weights:
 
     def read_content(self, path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
         """The content: weights, with the files that belong to them. Raises ConfigError."""
-        found = self._found(path)
-        experiment = agreed(str(path), found.experiment, wanted)
-        naming, names = recognized(str(path), found.leaves, experiment.model)
-        groups = {PARAMETERS: {full: found.leaves[name] for full, name in names.items()}}
-        origin = Origin(self.kind.name, naming, carried(names, naming, experiment.model), files=found.files())
-        return Content(experiment, naming, groups, origin=origin).checked(path)
+        return content_of(self._found(path), wanted, self.kind.name)
+
+
+def content_of(found: Found, wanted: Experiment | None, kind: str = "") -> Content:
+    """The weights of an open source of a kind, with the files that belong to them. Raises ConfigError."""
+    path = found.path
+    experiment = agreed(str(path), found.experiment, wanted)
+    if not found.experiment:  # which may have fewer tokens
+        experiment = experiment.model_copy(update={"model": found.model(experiment.model)})
+    naming, names = recognized(str(path), found.leaves, experiment.model)
+    groups = {PARAMETERS: {full: found.leaves[name] for full, name in names.items()}}
+    origin = Origin(kind, naming, carried(names, naming, experiment.model), files=found.files())
+    return Content(experiment, naming, groups, origin=origin).checked(path)
