@@ -35,6 +35,7 @@ from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import is_tensor
 
 COPY = "use a whole copy of its folder"  # where what tells its layout is of another form than DeepSpeed's
+LOAD = "load it by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
 
 
@@ -105,20 +106,23 @@ class Saved:
 
     def refuse_others(self, of_zero: bool = True) -> None:
         """Raises ConfigError for parallelism that cuts tensors or layers in ways that are not read here."""
-        load = "load it by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
         merge = (
             "merge them by python -m deepspeed.checkpoint.ds_to_universal, with --inject_missing_state where there is "
             "no universal_checkpoint_info, as those of the plain engine, and give its --output_folder"
         )
-        there = {
-            "layer_*-model_states.pt": ("layers of DeepSpeed's pipeline", load),
-            DEEPSPEED_EXPERTS: ("experts of DeepSpeed's mixtures", load),
-            "expp_rank_*_optim_states.pt": ("experts of DeepSpeed's mixtures", load),
-            "*mp_rank_01_model_states.pt": ("tensors cut by model parallelism", merge if of_zero else load),
-        }
-        for pattern, (what, fix) in there.items():
-            if any(self.folder.glob(pattern)):
-                raise self.wrong(f"{pattern} are {what}, which are not read", fix)
+        self.refuse("layer_*-model_states.pt", "layers of DeepSpeed's pipeline")
+        self.refuse_experts()
+        self.refuse("*mp_rank_01_model_states.pt", "tensors cut by model parallelism", merge if of_zero else LOAD)
+
+    def refuse_experts(self) -> None:
+        """Raises ConfigError for the experts of a mixture."""
+        for pattern in (DEEPSPEED_EXPERTS, "expp_rank_*_optim_states.pt"):
+            self.refuse(pattern, "experts of DeepSpeed's mixtures")
+
+    def refuse(self, pattern: str, contents: str, fix: str = LOAD) -> None:
+        """Raises ConfigError where there are files of that pattern."""
+        if any(self.folder.glob(pattern)):
+            raise self.wrong(f"{pattern} are {contents}, which are not read", fix)
 
     def ranked(self, pattern: str) -> list[Path]:
         """Files in the order of their ranks. Raises ConfigError for links that lead outside."""
@@ -385,8 +389,9 @@ class Universal(Zero):
     """
 
     def __init__(self, path: Path, reader: Reader) -> None:
-        """Raises ConfigError where a file is missing."""
+        """Raises ConfigError where a file is missing, or of a layout that is not read."""
         Saved.__init__(self, path, reader)
+        self.refuse_experts()
         self.model_files = self.ranked(DEEPSPEED_MODEL)
         self.models = [self.loaded(file) for file in self.model_files]
         if self.model.get("module", True) is None:

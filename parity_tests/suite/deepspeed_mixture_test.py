@@ -1,6 +1,7 @@
 """What DeepSpeed's own mixtures save is refused by name, on both sides and by convert."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from jaxdist.config import ConfigError
 from jaxdist.convert.kinds.deepspeed_folders_test import LLAMA, Trained
+from jaxdist.convert.kinds.deepspeed_universal_test import universal
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.formats.sources import kind_of
 from parity_tests.runs import forkserver
@@ -21,6 +23,15 @@ READERS: list[Callable[[Path], Any]] = [
     lambda path: KINDS[kind_of(path)].format.read_content(path),
     lambda path: Weights(path, LLAMA),
 ]
+
+
+def universal_mixture(folder: Path, older: bool) -> Path:
+    """A universal checkpoint of one, to which `ds_to_universal` copies the files of its experts."""
+    tag = universal(folder / "universal", Trained(folder / "universal"))
+    for file in mixture(folder, True, older).glob("*expert_*"):
+        shutil.copy(file, tag)
+    (tag.parent / "latest").write_text(tag.name)
+    return tag
 
 
 def mixture(folder: Path, zero: bool, older: bool) -> Path:
@@ -38,11 +49,18 @@ def mixture(folder: Path, zero: bool, older: bool) -> Path:
     return tag
 
 
+LAYOUTS: dict[str, Callable[[Path, bool], Path]] = {
+    "without ZeRO": lambda folder, older: mixture(folder, False, older),
+    "ZeRO": lambda folder, older: mixture(folder, True, older),
+    "universal": universal_mixture,
+}
+
+
 @pytest.mark.parametrize("older", [False, True])
-@pytest.mark.parametrize("zero", [False, True])
-def test_a_mixture_of_deepspeed_is_refused_by_name(zero: bool, older: bool, tmp_path: Path) -> None:
-    """Also where its expert files are all that there is; one of them is told to be a part."""
-    tag = mixture(tmp_path, zero, older)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mixture_of_deepspeed_is_refused_by_name(layout: str, older: bool, tmp_path: Path) -> None:
+    """Also where its expert files are the only ones; one of them is called a part."""
+    tag = LAYOUTS[layout](tmp_path, older)
     experts = sorted(tag.glob("*expert_*"))
     says = "are experts of DeepSpeed's mixtures, which are not read; load it by DeepSpeed, save all weights under the"
     for read in READERS:
@@ -51,16 +69,17 @@ def test_a_mixture_of_deepspeed_is_refused_by_name(zero: bool, older: bool, tmp_
         for path in (tag, tag.parent):
             with pytest.raises(ConfigError, match=says):
                 read(path)
-    for file in {*tag.iterdir()} - {*experts}:
+    for file in {*tag.glob("*.pt")} - {*experts}:
         file.unlink()
     for read in READERS:
         with pytest.raises(ConfigError, match=says):
             read(tag)
 
 
+@pytest.mark.parametrize("layout", ["ZeRO", "universal"])
 @pytest.mark.parametrize("module", ["jaxdist.convert", "jaxdist.train", "torch_ref.train"])
-def test_the_commands_end_with_2_and_one_line(module: str, tmp_path: Path) -> None:
-    tag = mixture(tmp_path, zero=True, older=False)
+def test_the_commands_end_with_2_and_one_line(module: str, layout: str, tmp_path: Path) -> None:
+    tag = LAYOUTS[layout](tmp_path, False)
     line = (str(tag), str(tmp_path / "out"), "--to", "hf") if module == "jaxdist.convert" else ("--init", str(tag))
     done = forkserver.run(module, line, dict(os.environ))
     assert done.returncode == 2, done.stderr
