@@ -312,6 +312,13 @@ def watch(processes: Mapping[int, int], own: int) -> None:
             os._exit(1)
 
 
+def divide_cores(ranks: int) -> None:
+    """Divide this host's cores among its ranks' threads, unless OMP_NUM_THREADS sets their number, which torch follows
+    by itself."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+
+
 def start(plan: Plan, function: Callable[[], None], forked: Callable[[], None] = lambda: None) -> None:
     """Run `function` in every rank of `plan`, each a fork of this process, and `forked` here once all are; ends it
     where a rank fails.
@@ -319,7 +326,6 @@ def start(plan: Plan, function: Callable[[], None], forked: Callable[[], None] =
     Fork, because importing torch is most of a start-up: 8 ranks in 0.2 s. It is safe as long as this process
     has run no torch operation, since threads do not survive a fork.
     """
-    threads = max(1, (os.cpu_count() or 1) // plan.ranks)
     with tempfile.TemporaryDirectory() as folder:
 
         def rank_main(rank: int) -> None:
@@ -328,7 +334,7 @@ def start(plan: Plan, function: Callable[[], None], forked: Callable[[], None] =
             signal.signal(SAVE, signal.SIG_IGN)  # until `Saving` heeds it: there is nothing to save yet
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
             os.environ["TORCH_REF_STORE"] = str(Path(folder) / "store")
-            torch.set_num_threads(threads)
+            divide_cores(plan.ranks)
             threading.Thread(target=end_with_parent, daemon=True).start()
             exit_codes(function, quiet())
 

@@ -190,3 +190,15 @@ def test_the_second_rank_says_that_the_first_is_missing(capsys: pytest.CaptureFi
         raise torch.distributed.DistNetworkError("The client socket has timed out after 60000ms\nException raised from")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: rank 1 cannot meet the others") and "has timed out after 60000ms; start all" in line
+
+
+def test_ranks_divide_the_cores_unless_the_environment_sets_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for ranks in (2, 16):
+        launch.divide_cores(ranks)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    launch.divide_cores(2)
+    assert found == [4, 1]
