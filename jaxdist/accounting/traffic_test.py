@@ -70,19 +70,22 @@ def test_an_update_by_the_whole_sends_the_least(name: str, case: str) -> None:
     assert sent[0] - sent[1] == pytest.approx(sum(least.values()), rel=1e-12)
 
 
-@pytest.mark.parametrize("case", ["fsdp", "2x4"])
+@pytest.mark.parametrize("case", often(["fsdp", "2x4"], ["2x4"]))
 def test_gpt2_sends_the_least(case: str) -> None:
     found = ratios(program(model=GPT2, data={"sequence": 24}, **CASES[case]))
     assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
 
 
-@pytest.mark.parametrize(("case", "capacity"), EXPERTS[::3])
+CHEAP = [("fsdp", 0.0), ("sequence", 1.0)]
+
+
+@pytest.mark.parametrize(("case", "capacity"), CHEAP)
 def test_a_mixture_sends_the_least(case: str, capacity: float) -> None:
     least_is_sent(case, capacity)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "capacity"), [pair for pair in EXPERTS if pair not in EXPERTS[::3]])
+@pytest.mark.parametrize(("case", "capacity"), [pair for pair in EXPERTS if pair not in CHEAP])
 def test_mixtures_send_the_least(case: str, capacity: float) -> None:
     least_is_sent(case, capacity)
 
@@ -138,7 +141,7 @@ def test_a_forgotten_enter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 COMPILED = ["ddp", "zero1", "zero2", "fsdp", "2x2x2 kept", "hybrid", "tensor", "2x4", "2x2x2", "reduce per step"]
 
 
-@pytest.mark.parametrize("case", often(COMPILED, ["zero1", "2x2x2 kept", "reduce per step"]))
+@pytest.mark.parametrize("case", often(COMPILED, ["2x2x2 kept"]))
 def test_compiled_program_sends_what_was_counted(case: str) -> None:
     p = program(**CASES[case])
     traced = trace(p)
@@ -157,9 +160,7 @@ def liftable(p: Program) -> float:
 
 
 @pytest.mark.parametrize(("reduce", "dtype"), [(None, "float32"), ("bfloat16", "bfloat16")])
-@pytest.mark.parametrize(
-    "case", often(["ddp", "zero1", "zero2", "fsdp", "kept", "hybrid", "2x4"], ["ddp", "zero2", "kept"])
-)
+@pytest.mark.parametrize("case", often(["ddp", "zero1", "zero2", "fsdp", "kept", "hybrid", "2x4"], ["ddp", "kept"]))
 def test_gradients_travel_in_the_dtype_of_the_policy(case: str, reduce: str | None, dtype: str) -> None:
     precision = {"policy": "bf16"} | ({"reduce": reduce} if reduce else {})
     found = traffic.count(trace(program(precision=precision, **CASES[case])).jaxpr)

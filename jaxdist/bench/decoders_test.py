@@ -104,7 +104,7 @@ def test_devices_by_their_names() -> None:
     assert known("") is known("NVIDIA GH200 480GB") is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_on_cpus_in_earnest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The whole section, of a small model, a small product and eager torch, in place of a GPU's."""
     monkeypatch.setattr(decoders, "gpus", lambda: ("NVIDIA H100",))

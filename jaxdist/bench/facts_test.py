@@ -34,6 +34,7 @@ def test_activations_that_are_kept_are_beyond_the_bound(monkeypatch: pytest.Monk
     assert of_row("fsdp, remat full").memory > MEMORY.value and met("fsdp, remat full") == [True, False]
 
 
+@pytest.mark.slow
 def test_weights_that_are_gathered_before_the_first_tick_are_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: XLA may take out of a pipeline's loops what all ticks gather alike."""
     monkeypatch.setattr(pipeline, "not_before", lambda t, weights: weights)

@@ -45,7 +45,7 @@ def reported(p: Program, state: TrainState | None = None) -> dict[str, int]:
     ("mesh", "strategy", "parameters", "optimizer"),
     [
         ("8x1", "zero1", 1, 8),
-        ("data=2,fsdp=4", "fsdp", 4, 4),
+        pytest.param("data=2,fsdp=4", "fsdp", 4, 4, marks=pytest.mark.slow),
         pytest.param("8x1", "ddp", 1, 1, marks=pytest.mark.slow),
         pytest.param("8x1", "zero2", 1, 8, marks=pytest.mark.slow),
         pytest.param("8x1", "fsdp", 8, 8, marks=pytest.mark.slow),
@@ -94,8 +94,8 @@ def gradients(p: Program, batch: Any) -> Any:
     ("mesh", "strategy", "reduce", "share"),
     [
         ("8x1", "zero2", "auto", 8),
-        ("8x1", "zero2", "step", 1),
-        ("data=2,fsdp=4", "fsdp", "auto", 4),
+        pytest.param("8x1", "zero2", "step", 1, marks=pytest.mark.slow),
+        pytest.param("data=2,fsdp=4", "fsdp", "auto", 4, marks=pytest.mark.slow),
         pytest.param("8x1", "ddp", "auto", 1, marks=pytest.mark.slow),
         pytest.param("8x1", "zero1", "auto", 1, marks=pytest.mark.slow),
         pytest.param("8x1", "fsdp", "auto", 8, marks=pytest.mark.slow),
@@ -155,7 +155,9 @@ DEVICES = [8, *slow([1])]
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize(("remat", "every"), [("none", 1), ("full", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("remat", "every"), [("none", 1), pytest.param("full", 1, marks=pytest.mark.slow), ("full", 2)]
+)
 def test_a_step_copies_no_weights(devices: int, remat: str, every: int) -> None:
     """Neither gathered weights nor slices of the stack are kept from forward to backward, in any mode."""
     assert scratch(f"{devices}x1", remat, every) < allowed(devices)
@@ -167,6 +169,7 @@ def test_kept_weights_are_caught(devices: int, monkeypatch: pytest.MonkeyPatch) 
     assert scratch(f"{devices}x1", "none") > allowed(devices)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX 0.11 sees through slices: nothing is copied")
 @pytest.mark.parametrize("devices", DEVICES)
 def test_copied_slices_are_caught(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:

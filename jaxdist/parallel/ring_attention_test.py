@@ -59,12 +59,11 @@ def error(context: Context, n: int, window: int, length: int = 48) -> float:
     return max(float(np.linalg.norm(a - b[:, order]) / np.linalg.norm([*b.ravel(), *y.ravel()])) for a, b in pairs)
 
 
-WINDOWS = {1: [13], 2: [0, 13], 3: [13], 4: [0, 1, 5, 13, 40], 8: [13]}  # by the number of devices
+# An odd number of devices, and windows over several of them and within one.
+QUICK = [(3, 13), (4, 0), (4, 5)]
 
 
-@pytest.mark.parametrize(
-    "case", often(product([1, 2, 3, 4, 8], [0, 1, 5, 13, 40]), [(n, w) for n in WINDOWS for w in WINDOWS[n]])
-)
+@pytest.mark.parametrize("case", often(product([1, 2, 3, 4, 8], [0, 1, 5, 13, 40]), QUICK))
 def test_a_ring_attends_as_one_device(case: tuple[int, int]) -> None:
     n, window = case
     assert error(Ring(), n, window) <= BOUND

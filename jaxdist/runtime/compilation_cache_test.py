@@ -75,6 +75,7 @@ def test_without_a_place_a_run_goes_without(tmp_path: Path) -> None:
     assert start(tmp_path)[1] == 0 == start(tmp_path)[1]
 
 
+@pytest.mark.slow
 def test_jax_is_asked_how_many_bytes(tmp_path: Path) -> None:
     asked, _ = start(tmp_path, JAX_COMPILATION_CACHE_MAX_SIZE="-1")
     sizes = [file.stat().st_size for file in programs(tmp_path)]

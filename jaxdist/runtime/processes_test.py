@@ -244,6 +244,7 @@ def test_one_that_fails_alone_while_a_checkpoint_is_written_ends_all_and_it_is_k
     assert damage(run / "checkpoints" / "2") is None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_one_cannot_begin_is_left_out_by_all(planted: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     on = ["--checkpoint.failure", "go on"]
@@ -312,7 +313,12 @@ processes.run(main)
     ("plant", "codes", "told"),
     [
         ("SIGKILL", [1, -signal.SIGKILL], ["process 1 of 2 ended before the others"]),
-        ("SIGSTOP", [1, -signal.SIGKILL], ["process 1 of 2 has given no sign of life for 40 s and the others stop"]),
+        pytest.param(
+            "SIGSTOP",
+            [1, -signal.SIGKILL],
+            ["process 1 of 2 has given no sign of life for 40 s and the others stop"],
+            marks=pytest.mark.slow,
+        ),
         ("alone", [1, 2], ["data.fingerprint = 'of 1' on process 1, 'of 0' on the first; give all machines the same"]),
         ("first", [1, 1], ["the first disk"]),
     ],
@@ -325,6 +331,7 @@ def test_all_end_and_one_says_why(plant: str, codes: list[int], told: list[str])
     assert not any("Traceback" in process.stderr for process in ended), ended
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_processes_is_told_once() -> None:
     done = torchrun("-m", "jaxdist.train", *TINY, *MESH, processes=3)
     assert done.returncode == 1

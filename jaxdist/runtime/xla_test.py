@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import Parallel
-from jaxdist.conftest import MIXTRAL, tiny
+from jaxdist.conftest import MIXTRAL, often, tiny
 from jaxdist.ops import linear
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.planner.overlap import computations
@@ -62,7 +62,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("which", SEVERAL)
+@pytest.mark.parametrize("which", often(SEVERAL, ["interleaved"]))
 def test_each_collective_has_a_number_of_its_own(which: str) -> None:
     """In the program that is compiled for CPUs; of JAX's own it is one for all."""
     experiment = tiny(**SEVERAL[which], train={"accumulation": 2})
@@ -138,7 +138,7 @@ def not_ynnpacks(**fields: Any) -> list[str]:
     return [line for name, line in products if name not in ynnpacks]
 
 
-@pytest.mark.parametrize("which", PRODUCTS)
+@pytest.mark.parametrize("which", often(PRODUCTS, ["fsdp", "tensor"]))
 def test_every_product_is_ynnpacks_on_several_devices(which: str) -> None:
     assert not not_ynnpacks(**PRODUCTS[which])
 

@@ -58,13 +58,16 @@ def errors(model: str, mesh: str = "1x1", **precision: Any) -> dict[str, float]:
     return {n: float(np.linalg.norm(found[n] - exact[n]) / np.linalg.norm(exact[n])) for n in names}
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("llama", "1x1"), ("llama", "2x4"), ("gpt2", "1x1")])
+SLOW = [pytest.param(model, "1x1", marks=pytest.mark.slow) for model in MODELS]
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "2x4"), *SLOW])
 def test_gradients_in_bfloat16(model: str, mesh: str) -> None:
     found = errors(model, mesh)
     assert max(found.values()) <= BOUND["bf16"], found
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("llama", "2x2"), ("gpt2", "1x1")])
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "2x2"), pytest.param("gpt2", "1x1", marks=pytest.mark.slow)])
 def test_gradients_in_float16(model: str, mesh: str) -> None:
     found = errors(model, mesh, policy="fp16", loss_scale=1024.0)
     assert max(found.values()) <= BOUND["fp16"], found
@@ -83,7 +86,7 @@ def plain_sum(y: jax.Array, bias: jax.Array) -> jax.Array:
     ("owner", "name", "planted", "parameter"),
     [
         (collectives, "at_least_f32", lambda x: x, "embed.embedding"),
-        (layers, "add_bias", plain_sum, "layers.mlp.down_proj.bias"),
+        pytest.param(layers, "add_bias", plain_sum, "layers.mlp.down_proj.bias", marks=pytest.mark.slow),
     ],
 )
 def test_sums_over_tokens_in_bfloat16_are_caught(

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.lax import Precision
 
-from jaxdist.conftest import MIXTRAL, tiny
+from jaxdist.conftest import MIXTRAL, slow, tiny
 from jaxdist.data import IGNORED, Batch
 from jaxdist.families.llama import model as llama
 from jaxdist.families.loss import chunked
@@ -73,7 +73,10 @@ def size(layers: int, mesh: str = "2x4", remat: str = "none") -> int:
     return len(list(equations(program.step.trace(program.abstract, program.abstract_batch).jaxpr.jaxpr)))
 
 
-@pytest.mark.parametrize(("mesh", "remat"), [("1x1", "none"), ("8x1", "full"), ("2x4", "selective")])
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("1x1", "none"), ("8x1", "full"))]
+
+
+@pytest.mark.parametrize(("mesh", "remat"), [("2x4", "selective"), *SLOW])
 def test_does_not_grow_with_depth(mesh: str, remat: str) -> None:
     assert size(2, mesh, remat) == size(64, mesh, remat)
 
@@ -96,7 +99,7 @@ def evaluated(batch: Batch, chunks: int, mesh: str = "2x2") -> float:
     return float(program.evaluate(program.initialize().parameters, program.place(batch)).loss)
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x2", "pipeline=2,fsdp=2"])
+@pytest.mark.parametrize("mesh", ["pipeline=2,fsdp=2", *slow(["1x1", "2x2"])])
 def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
     """Three chunks are filled up, of the 80 or 160 tokens that a device has; without their last one it shows."""
     batch = batches(tiny(), 1)[0]
@@ -107,7 +110,7 @@ def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: py
     assert abs(evaluated(batch, 3, mesh) / whole - 1) > 0.1
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("chunks", [4, *slow([1])])
 def test_evaluation_takes_no_more_memory_than_the_step(chunks: int) -> None:
     """Where its logits are the largest of all, of eight microbatches at once they would be most of it."""
     experiment = tiny(model={"vocab": 4096}, train={"accumulation": 8}, memory={"loss_chunks": chunks})

@@ -101,7 +101,7 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
     "context": {"parallel": {"mesh": "fsdp=2,expert=2,context=2"}, "memory": {"remat": "full"}},
 }
 EXPERTS = [(case, capacity) for case in EXPERT_CASES for capacity in (0.0, 1.0)]
-CHEAP = [("sequence", 1.0), ("context", 1.0)]
+CHEAP = [("sequence", 1.0)]
 
 
 def train(experiment: Experiment, batches: Any, steps: int = STEPS) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -167,7 +167,7 @@ STAGES: dict[str, dict[str, Any]] = {
         "precision": {"policy": "fp64", "loss_scale": 1024}, "memory": {"offload": "optimizer"},
     },
 }  # fmt: skip
-FEW = ("interleaved, 3 of 2", "2x2x2 GPipe")
+FEW = ("2x2x2 interleaved",)
 
 
 @pytest.fixture(scope="module")
@@ -183,11 +183,8 @@ def alone() -> Callable[..., Any]:
     return run
 
 
-# Every strategy, axis and variant once.
-QUICK = (
-    "ddp", "zero1", "2x4 zero2", "2x2x2", "kept", "hybrid", "reduce per step", "selective", "every second",
-    "sequence full", "ring 2x2x2", "ulysses 4", "chunks",
-)  # fmt: skip
+# Every strategy and axis once, on the meshes that have most of them; `test_tied_embeddings` has the chunks.
+QUICK = ("ddp", "zero2 per step", "2x2x2", "sequence full", "ring 2x2x2")
 
 
 @pytest.mark.parametrize("case", often(CASES, QUICK))
@@ -215,7 +212,7 @@ def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     assert loss <= LOSS and state <= STATE
 
 
-@pytest.mark.parametrize("case", often(["tensor", "2x4", "chunks"], ["2x4", "chunks"]))
+@pytest.mark.parametrize("case", often(["tensor", "2x4", "chunks"], ["chunks"]))
 def test_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": dict(tiny().model.model_dump(), tied=True)}
     loss, state = error(train(tiny(**CASES[case], **sections), batches), alone(batches, **sections))
@@ -365,7 +362,7 @@ def last_microbatch(accumulate: Any) -> Any:
     return wrong
 
 
-# Each on its first mesh, and on the others in the slow grid.
+# Each on its meshes; outside of the slow grid those of `SEEN` on their first one.
 MISTAKES: dict[Any, tuple[Any, str, tuple[str, ...]]] = {
     divided: (Step, "reduce", ("zero2", "ddp", "fsdp", "reduce per step")),
     one_replica: (Step, "reduce", ("hybrid", "2x2x2 zero1")),
@@ -375,10 +372,10 @@ MISTAKES: dict[Any, tuple[Any, str, tuple[str, ...]]] = {
     last_microbatch: (Step, "accumulate", ("accumulation", "2x4 zero2", "2x2x2 kept")),
 }
 PLANTED = [(mistake, case) for mistake, (_, _, cases) in MISTAKES.items() for case in cases]
-FIRST = [(mistake, cases[0]) for mistake, (_, _, cases) in MISTAKES.items()]
+SEEN = [(mistake, MISTAKES[mistake][2][0]) for mistake in (divided, own_tokens, last_microbatch)]
 
 
-@pytest.mark.parametrize("planted", often(PLANTED, FIRST), ids=lambda pair: f"{pair[0].__name__} {pair[1]}")
+@pytest.mark.parametrize("planted", often(PLANTED, SEEN), ids=lambda pair: f"{pair[0].__name__} {pair[1]}")
 def test_planted_mistakes_are_caught(
     planted: tuple[Any, str], batches: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +387,7 @@ def test_planted_mistakes_are_caught(
     assert loss > LOSS or state > STATE
 
 
-@pytest.mark.parametrize("case", ["ddp", "2x4"])
+@pytest.mark.parametrize("case", often(["ddp", "2x4"], ["2x4"]))
 def test_sums_forgotten_do_not_compile(case: str, batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What differs from device to device cannot leave the step as if it did not: `check_vma` refuses the program."""
     monkeypatch.setattr(lax, "psum", lambda x, axes: x)

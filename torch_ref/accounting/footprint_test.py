@@ -46,7 +46,7 @@ def test_a_peak_is_what_lives_at_once() -> None:
 
 
 # DDP's buckets, which the gradients live in, stand from its first step on; they are only seen from the second.
-@pytest.mark.parametrize(("mesh", "standing"), [("", 0), ("--strategy ddp", 1)])
+@pytest.mark.parametrize(("mesh", "standing"), [pytest.param("", 0, marks=pytest.mark.slow), ("--strategy ddp", 1)])
 def test_a_step_holds_its_own_gradients_alone(train: Train, mesh: str, standing: int) -> None:
     """The second step begins where the first one's gradients are; the first begins without."""
     first, second = (train(f"--mesh 2x1 {mesh} --steps {steps}").summary["memory"] for steps in (1, 2))

@@ -136,7 +136,10 @@ def test_other_errors_keep_their_trace() -> None:
             raise RuntimeError(text)
 
 
-@pytest.mark.parametrize(("count", "killed"), [(2, 1), (3, 2), (3, 0)])
+SLOW = [pytest.param(count, killed, marks=pytest.mark.slow) for count, killed in ((2, 1), (3, 2))]
+
+
+@pytest.mark.parametrize(("count", "killed"), [(3, 0), *SLOW])
 def test_a_killed_rank_ends_those_that_another_launcher_started(count: int, killed: int) -> None:
     """With one line, whichever of them says it."""
     script = JOINED.replace("3}", f"{count}}}").replace('== "0"', f'== "{killed}"').replace("SIGSTOP", "SIGKILL")

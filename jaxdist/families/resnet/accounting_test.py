@@ -35,12 +35,9 @@ def name_of(case: tuple[dict[str, str], ...]) -> str:
 
 
 # One device and several; of strategies and precisions there are figures of compiled programs below.
-CASES: list[tuple[dict[str, str], ...]] = [
-    (),
-    (FSDP, REPLICA),
-    (FSDP, TWICE, {"model.depths": "2,2,2", "model.widths": "32,64,128", "model.image": "32"}),
-]
+CASES: list[tuple[dict[str, str], ...]] = [(), (FSDP, REPLICA)]
 MORE: list[tuple[dict[str, str], ...]] = [
+    (FSDP, TWICE, {"model.depths": "2,2,2", "model.widths": "32,64,128", "model.image": "32"}),
     *(({"parallel.mesh": "4x1", "parallel.strategy": name},) for name in ("ddp", "zero1", "zero2", "fsdp")),
     ({"parallel.mesh": "4x1", "train.accumulation": "4"},),
     ({"parallel.mesh": "data=2,fsdp=2"}, BF16),
