@@ -2,12 +2,14 @@
 
 import socket
 from collections.abc import Collection, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxdist.config import Experiment
+from jaxdist.config import Experiment, exit_codes
 
 GPT2 = {
     "family": "gpt2", "layers": 2, "dim": 40, "heads": 4, "hidden": 56, "vocab": 64, "positions": 32, "init_std": 0.2,
@@ -16,6 +18,12 @@ MIXTRAL = {
     "family": "mixtral", "layers": 2, "dim": 40, "heads": 12, "kv_heads": 4, "head_dim": 8, "hidden": 24, "vocab": 64,
     "init_std": 0.2, "experts": 8, "top_k": 3, "balance": 0.05,
 }  # fmt: skip
+# Arguments of a run of seconds.
+SHORT_RUN = [
+    "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
+    "--model.hidden", "48", "--data.sequence", "16", "--train.batch", "8", "--train.validation_batches", "1",
+    "--optimizer.warmup", "2", "--optimizer.decay_steps", "8", "--device", "cpu",
+]  # fmt: skip
 
 
 def tiny(**sections: Any) -> Experiment:
@@ -49,6 +57,25 @@ def slow(cases: Iterable[Any]) -> list[Any]:
 def free_port() -> int:
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 steps without a stop on fsdp=2, tensor=2."""
+    from jaxdist.train import main
+
+    path = tmp_path_factory.mktemp("runs") / "straight"
+    main([*SHORT_RUN, "--mesh", "2x2", "--steps", "8", "--output", str(path)])
+    return path
+
+
+def ended(*argv: str) -> int | str | None:
+    """Train by the command line in this process, to its exit code; what it says is in `capfd`."""
+    from jaxdist.train import main
+
+    with pytest.raises(SystemExit) as end:
+        exit_codes(partial(main, [*argv]))
+    return end.value.code
 
 
 @pytest.fixture
