@@ -15,6 +15,7 @@ import pytest
 
 from jaxdist.config import Model, TrainingError
 from jaxdist.config.registry import FAMILIES, resolve
+from jaxdist.conftest import often
 from jaxdist.convert.convert_test import MODELS, draw, saved
 from jaxdist.convert.kinds.hf import write_hf
 from jaxdist.convert.verify import probe
@@ -34,6 +35,11 @@ ALL: dict[str, Model] = MODELS | {
     "ResNetForImageClassification": ResNet(**IMAGES, block="basic", depths=(1, 1), widths=(4, 8)),
     "ResNetForImageClassification deep": ResNet(**IMAGES, depths=(2, 1, 2), widths=(8, 12, 16)),
 }
+# A model of each family.
+QUICK = (
+    *("LlamaForCausalLM biases", "Qwen3ForCausalLM biases window", "GPT2LMHeadModel", "MixtralForCausalLM"),
+    *("Qwen3MoeForCausalLM", "ResNetForImageClassification deep"),
+)
 
 
 def drawn(model: Model) -> dict[str, np.ndarray]:
@@ -68,7 +74,7 @@ def error(folder: Path, model: Model, parameters: dict[str, np.ndarray]) -> floa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", often(ALL, QUICK))
 def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
     model, parameters = ALL[name], drawn(ALL[name])
     made, report = read(saved(tmp_path / "hf", model, parameters), model)
@@ -89,9 +95,9 @@ def test_a_dtype_that_is_written(tmp_path: Path) -> None:
     [
         ("LlamaForCausalLM", "k_proj", "v_proj"),
         ("MixtralForCausalLM", "w1", "w3"),
-        ("Qwen3MoeForCausalLM", "gate_proj", "up_proj"),
-        ("GPT2LMHeadModel", "ln_1", "ln_2"),
-        ("ResNetForImageClassification deep", "running_mean", "bias"),
+        pytest.param("Qwen3MoeForCausalLM", "gate_proj", "up_proj", marks=pytest.mark.slow),
+        pytest.param("GPT2LMHeadModel", "ln_1", "ln_2", marks=pytest.mark.slow),
+        pytest.param("ResNetForImageClassification deep", "running_mean", "bias", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistaken_table_is_seen(name: str, a: str, b: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

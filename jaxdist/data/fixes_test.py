@@ -13,7 +13,8 @@ import pytest
 from jaxdist.config import ConfigError, Data
 from jaxdist.data import Dataset, open_dataset
 from jaxdist.data.dataset import Sequences
-from jaxdist.data.ids_test import header, llm_c, megatron, rewrite, text_ids
+from jaxdist.data.ids_formats_test import llm_c, megatron
+from jaxdist.data.ids_test import header, rewrite, text_ids
 
 Fields = dict[str, Any]
 IDS = text_ids(6000, 50_257)

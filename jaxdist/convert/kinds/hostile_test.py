@@ -311,11 +311,19 @@ RESNET = to_settings(ResNet(family="resnet", block="basic", stem=8, depths=(1,),
         (LLAMA | {"num_hidden_layers": MOST_LAYERS}, "absent there"),  # whatever is accepted is told at once
         (LLAMA | {"vocab_size": 2**31 - 1}, r"\(2147483647, 8\) in the model"),
         (GPT | {"n_layer": 300_000}, "n_layer = 300000; give a whole number from 1 to 10,000"),
-        (GPT | {"n_layer": MOST_LAYERS}, "absent there"),
+        pytest.param(GPT | {"n_layer": MOST_LAYERS}, "absent there", marks=pytest.mark.slow),
         (MIXTRAL | {"num_local_experts": 2**31 - 1}, "num_local_experts = 2147483647 is absurd; use at most 10,000"),
         (MIXTRAL | {"num_local_experts": MOST_EXPERTS + 1}, "num_local_experts = 10001 is absurd"),
-        (MIXTRAL | {"num_hidden_layers": 10, "num_local_experts": MOST_EXPERTS}, "absent there"),
-        (MIXTRAL | {"num_hidden_layers": MOST_LAYERS, "num_local_experts": 10}, "absent there"),
+        pytest.param(
+            MIXTRAL | {"num_hidden_layers": 10, "num_local_experts": MOST_EXPERTS},
+            "absent there",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MIXTRAL | {"num_hidden_layers": MOST_LAYERS, "num_local_experts": 10},
+            "absent there",
+            marks=pytest.mark.slow,
+        ),
         (
             MIXTRAL | {"num_hidden_layers": 11, "num_local_experts": MOST_EXPERTS},
             "num_local_experts = 10000 in each of num_hidden_layers = 11 are 110,000 experts, more than 100,000; use "

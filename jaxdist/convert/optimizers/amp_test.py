@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxdist.config import Experiment, Precision
+from jaxdist.conftest import often
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.kinds import orbax_files
@@ -46,7 +47,7 @@ def config(folder: Path, policy: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", ["", "fp16"])
+@pytest.mark.parametrize("policy", often(["", "fp16"], ["fp16"]))
 @pytest.mark.parametrize("key", SCALER_STATES)
 def test_it_goes_on_by_its_own_rule(key: str, policy: str, tmp_path: Path) -> None:
     """Also where --model has another; Apex's is GradScaler's default."""

@@ -12,6 +12,7 @@ import tomli_w
 
 from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError, Experiment
+from jaxdist.conftest import often
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Content
 from jaxdist.convert.convert_test import MODELS
@@ -146,7 +147,7 @@ SHAPE = {"warmup": 1, "decay": "cosine", "decay_steps": STEPS + 1, "final": LEAS
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("save", SOURCES)
+@pytest.mark.parametrize("save", often(SOURCES, [file, distributed]))
 def test_a_given_schedule_decides_the_rates_to_come(
     save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
