@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import Experiment, exit_codes
+from jaxdist.config import Data, Experiment, exit_codes
+from jaxdist.data import IGNORED, Batch, Dataset, dataset_of
 
 GPT2 = {
     "family": "gpt2", "layers": 2, "dim": 40, "heads": 4, "hidden": 56, "vocab": 64, "positions": 32, "init_std": 0.2,
@@ -42,6 +43,13 @@ def tiny(**sections: Any) -> Experiment:
     for name, section in sections.items():
         values[name] = section if name == "model" and "family" in section else values.get(name, {}) | section
     return Experiment.parse(values, source="test")
+
+
+def open_dataset(data: Data, vocab: int) -> Dataset:
+    """The data of an experiment whose model has `vocab` tokens."""
+    experiment = tiny()
+    model = experiment.model.model_copy(update={"vocab": vocab})
+    return dataset_of(experiment.model_copy(update={"data": data, "model": model}))
 
 
 def often(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -81,7 +89,6 @@ def ended(*argv: str) -> int | str | None:
 @pytest.fixture
 def batches() -> Any:
     """batches(experiment, n): random tokens whose first rows have few valid targets, so that means of means differ."""
-    from jaxdist.data import IGNORED, Batch
 
     def make(experiment: Experiment, count: int) -> list[Batch]:
         random = np.random.default_rng(0)

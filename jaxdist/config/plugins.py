@@ -31,11 +31,6 @@ def load_plugins(names: Iterable[str]) -> None:
         _load(package, f"plugin {package!r}", "leave it out of --plugins and of the config's plugins")
 
 
-def loaded_plugins() -> tuple[str, ...]:
-    """The plugins loaded so far, and the modules that registered rows when others imported them."""
-    return tuple(registry.loaded)
-
-
 def plugins_of(values: Mapping[str, Any]) -> Sequence[str]:
     """The plugins that a config names; none where they are not a list of texts, which validation says."""
     found = listed(values.get("plugins"))

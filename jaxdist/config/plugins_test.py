@@ -39,7 +39,7 @@ def test_a_config_and_the_command_line_name_plugins(package: Package, tmp_path: 
     config = tmp_path / "config.toml"
     config.write_text(f'plugins = ["{first}"]\n[train]\nsteps = 3\n', encoding="utf-8")
     experiment = load(config, {"plugins": [second, first], "train.batch": "8"})
-    assert experiment.plugins == plugins.loaded_plugins() == (first, second)
+    assert experiment.plugins == tuple(registry.loaded) == (first, second)
     config.write_text(experiment.to_toml(), encoding="utf-8")
     assert load(config, {}) == experiment and plugins_at(tmp_path) == [first, second]
 
@@ -123,7 +123,7 @@ def test_a_rank_that_unpickles_an_experiment_loads_its_plugins(
 ) -> None:
     sent = pickle.dumps(load(None, {"plugins": (name := package("ranks_plugin"))}))
     monkeypatch.setattr(registry, "loaded", {})
-    assert pickle.loads(sent).plugins == plugins.loaded_plugins() == (name,)
+    assert pickle.loads(sent).plugins == tuple(registry.loaded) == (name,)
 
 
 def test_what_installed_packages_declare_is_loaded_by_every_command(
@@ -137,7 +137,7 @@ def test_what_installed_packages_declare_is_loaded_by_every_command(
     try:
         with pytest.raises(ConfigError, match="plugin 'missing_plugin', which the installed declared declares: there"):
             load_before_fields([])
-        assert plugins.loaded_plugins() == (name,)
+        assert tuple(registry.loaded) == (name,)
     finally:
         plugins._declared.cache_clear()
 
@@ -160,7 +160,7 @@ def test_what_installed_packages_declare_is_loaded_by_every_command(
 def test_an_import_that_fails_is_told_by_its_own_message(package: Package, source: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^plugin 'failing_plugin': {said}.*; correct it, or leave it out of"):
         load_named([package("failing_plugin", source)])
-    assert plugins.loaded_plugins() == ()
+    assert tuple(registry.loaded) == ()
 
 
 def test_a_plugin_that_is_not_there(package: Package) -> None:
@@ -206,7 +206,7 @@ def test_a_package_that_others_import_owns_its_rows(package: Package, strategies
     assert Experiment.parse({"plugins": [name]}, "the package that holds it").plugins == (name,)
     importlib.reload(module.rows)
     plugins.load_plugins([name])
-    assert plugins.loaded_plugins() == ("by_hand.rows", name)
+    assert tuple(registry.loaded) == ("by_hand.rows", name)
     sys.modules.pop("by_hand.rows")
 
 
@@ -226,7 +226,7 @@ def test_an_import_that_is_tried_again_registers_its_rows_again(
 
 
 def test_rows_of_a_script_are_its_own(strategies: Registry[Strategy]) -> None:
-    loaded = plugins.loaded_plugins()
+    loaded = tuple(registry.loaded)
     exec(REGISTERS, {"__name__": "__main__"})
-    assert strategies.owner("odd") == "__main__" and plugins.loaded_plugins() == loaded
+    assert strategies.owner("odd") == "__main__" and tuple(registry.loaded) == loaded
     assert Experiment.parse({"parallel": {"strategy": "odd"}}, "test").plugins is None

@@ -15,7 +15,6 @@ from jaxdist.data.dataset import (
     dataset_of,
     in_steps,
     microbatch_order,
-    open_dataset,
 )
 from jaxdist.data.sources import Stream
 
@@ -32,5 +31,4 @@ __all__ = [
     "dataset_of",
     "in_steps",
     "microbatch_order",
-    "open_dataset",
 ]

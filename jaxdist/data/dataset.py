@@ -59,12 +59,6 @@ def open_files(data: Data, model: Model) -> "Dataset":
     return Sequences(data, open_stream(data, model.vocab))
 
 
-def open_dataset(data: Data, vocab: int) -> "Dataset":
-    """The sequences of data.path for a model of `vocab` tokens, as `open_files`. Raises ConfigError."""
-    with _readable(data):
-        return _as_begun(data, lambda fields: Sequences(fields, open_stream(fields, vocab)))
-
-
 @contextmanager
 def _readable(data: Data) -> Iterator[None]:
     """Raises ConfigError for files and folders that the system does not let this process read."""

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Data, Train
-from jaxdist.data import IGNORED, Batch, Targets, dataset, open_dataset
+from jaxdist.conftest import open_dataset
+from jaxdist.data import IGNORED, Batch, Targets, dataset
 from jaxdist.data.dataset import Dataset
 from jaxdist.data.permutation import permute
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxdist.config import ConfigError, Data
-from jaxdist.data import open_dataset
+from jaxdist.conftest import open_dataset
 from jaxdist.data.sources import Stream, open_stream
 
 TEXTS = ["the cat", "the dog sat", "a cat"]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Data
-from jaxdist.data import Dataset, open_dataset
+from jaxdist.conftest import open_dataset
+from jaxdist.data import Dataset
 from jaxdist.data.files import find_files, split_of
 
 

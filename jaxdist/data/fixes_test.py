@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Data
-from jaxdist.data import Dataset, open_dataset
+from jaxdist.conftest import open_dataset
+from jaxdist.data import Dataset
 from jaxdist.data.dataset import Sequences
 from jaxdist.data.ids_formats_test import llm_c, megatron
 from jaxdist.data.ids_test import header, rewrite, text_ids

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Data
-from jaxdist.data import ids, open_dataset
+from jaxdist.conftest import open_dataset
+from jaxdist.data import ids
 from jaxdist.data.ids_test import RANDOM, read
 from jaxdist.data.sources import open_stream
 

@@ -15,8 +15,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from jaxdist.config import ConfigError, Data
+from jaxdist.conftest import open_dataset
 from jaxdist.data import documents as reading
-from jaxdist.data import encoding, files, ids, open_dataset, sources
+from jaxdist.data import encoding, files, ids, sources
 from jaxdist.data.sources import open_stream
 
 WORDS = {"<unk>": 0, "the": 1, "cat": 2, "sat": 3, "<s>": 4, "</s>": 5, "far": 300}

@@ -8,7 +8,8 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from jaxdist.config import ConfigError, Data, Experiment
-from jaxdist.data import Dataset, dataset_of, in_steps, open_dataset
+from jaxdist.conftest import open_dataset
+from jaxdist.data import Dataset, dataset_of, in_steps
 from parity_tests.conftest import Runs
 from parity_tests.suite.parity_test import differences
 
