@@ -55,9 +55,10 @@ class Data(Section):
     source: Annotated[str, OneOf(SOURCES)] = "files"
     """files, or a data source that a plugin registers; what the other fields mean there is said by the plugin."""
     path: Text = ""
-    """File or folder of data: text, JSON (.json, .jsonl, .ndjson) or CSV (.csv, .tsv), each also compressed (.gz, .zst,
-    .bz2, .xz); Arrow (.parquet, .arrow); or token ids in .npy or .bin. Empty: the source of Python's standard library.
-    For images: an .npz with images and labels, or a folder with one folder per class; empty: scikit-learn's digits."""
+    """File or folder of data: text, JSON (.json, .jsonl, .ndjson, .jsonlines, .jl, .ldjson) or CSV (.csv, .tsv), each
+    also compressed (.gz, .zst, .bz2, .xz); Arrow (.parquet, .arrow); or token ids in .npy or .bin. Empty: the source of
+    Python's standard library. For images: an .npz with images and labels, or a folder with one folder per class; empty:
+    scikit-learn's digits."""
     tokenizer: Text = "bytes"
     """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json or the folder that holds it. Token ids in a file
     ignore it."""

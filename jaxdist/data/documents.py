@@ -82,12 +82,13 @@ def start_of(file: Path) -> Start:
 
 def text_start(file: Path, field: str) -> Start:
     """First characters of a file that is text by its name. Raises ConfigError as `start_of`, and for JSON and for CSV
-    with a column `field`, which is data.text_field, unless that is empty."""
+    with a column `field`, which is data.text_field, unless that is empty. A single JSON object is text under an ending
+    of its own, as a notebook is."""
     start = start_of(file)
-    if not field or not is_plain(file):
+    if not field:
         return start
     for found, name, ending, unit in (
-        (begins_with_record(start.head, start.cut), "JSON", ".jsonl", "record"),
+        (begins_with_record(start.head, start.cut, is_plain(file)), "JSON", ".jsonl", "record"),
         (begins_with_table(start.head, start.cut, field), f"CSV with a column {field!r}", ".csv", "row"),
     ):
         if found:

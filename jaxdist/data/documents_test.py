@@ -121,6 +121,29 @@ def test_json_that_is_called_text_is_named_and_both_fixes_work(tmp_path: Path, n
         read(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.1", "a.jsonl.part0", "a.data", "a.log", "a.log.gz"])
+@pytest.mark.parametrize("content", [LINES, json.dumps(RECORDS), CSV_FILES["a.csv"].decode()])
+def test_records_under_any_other_ending_are_refused(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    with pytest.raises(ConfigError, match="by its content, and text by its name; give it the ending"):
+        read(tmp_path / name)
+    assert read(tmp_path / name, text_field="") == content.encode()
+
+
+@pytest.mark.parametrize("name", ["a.ipynb", "a.geojson", "a.md"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_one_object_under_an_ending_of_its_own_is_text(tmp_path: Path, name: str, indent: int | None) -> None:
+    content = json.dumps({"cells": [{"source": "text"}], "metadata": {}}, indent=indent)
+    (tmp_path / name).write_text(content)
+    assert read(tmp_path / name) == content.encode()
+
+
+@pytest.mark.parametrize("name", ["a.jsonlines", "a.jl", "a.ldjson.gz"])
+def test_other_endings_of_json_lines(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(LINES.encode()) if name.endswith("gz") else LINES.encode())
+    assert read(tmp_path / name) == WANTED
+
+
 @pytest.mark.parametrize(
     "content",
     ["{name} is a template", "{'a': 1}", "[1, 2]", '{"a": 1} and text', "{}", "[a] b", '{"a": ' + "b\n" * 50_000],

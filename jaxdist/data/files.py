@@ -36,7 +36,8 @@ SPLITS = {
     "test": "test",
 }
 KINDS = {
-    ".npy": ".npy", ".bin": ".bin", ".jsonl": "JSON", ".json": "JSON", ".ndjson": "JSON", ".csv": "CSV", ".tsv": "CSV",
+    ".npy": ".npy", ".bin": ".bin", ".jsonl": "JSON", ".json": "JSON", ".ndjson": "JSON",
+    ".jsonlines": "JSON", ".jl": "JSON", ".ldjson": "JSON", ".csv": "CSV", ".tsv": "CSV",
     ".parquet": "Arrow", ".arrow": "Arrow", ".arrows": "Arrow", ".ipc": "Arrow", ".feather": "Arrow",
 }  # fmt: skip
 PLAIN = ("", ".txt", ".text")  # endings of text alone; others, as .md and .py, are read as text too

@@ -50,13 +50,14 @@ def is_text(content: bytes) -> bool:
     return content.decode("utf-8", "replace").count("\ufffd") * 100 <= len(content)  # a block may begin in a character
 
 
-def begins_with_record(head: str, cut: bool) -> bool:
-    """Whether text begins with a JSON object, alone or in an array, followed by JSON. `cut`: there is more text."""
+def begins_with_record(head: str, cut: bool, one: bool = True) -> bool:
+    """Whether text begins with a JSON object, alone or in an array, followed by JSON. `cut`: there is more text.
+    `one`: whether a single object is enough."""
     text = BEFORE.sub("", head, count=1)
     if not KEYED.match(text):
         return False
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
-        return cut and "\n" not in text.strip()  # one line, of which the rest is not seen
-    return text[end:].lstrip()[:1] in ("", "{", ",", "]")
+        return one and cut and "\n" not in text.strip()  # one line, of which the rest is not seen
+    return text[end:].lstrip()[:1] in ("{", ",", *("", "]") * one)
