@@ -4,6 +4,7 @@ Only numbers change: lists, the order of keys and types of counts stay.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError
 from jaxdist.formats import naming
-from jaxdist.formats.torch_files import GROUPS, OPTIMIZER, inside, key_of, only
+from jaxdist.formats.torch_files import GROUPS, OPTIMIZER, inside, key_of, only, tensors_of
 
 MODEL, CURRENT = naming.MODEL, naming.CURRENT
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
@@ -52,13 +53,15 @@ def is_count(value: Any) -> bool:
 
 
 def copies(tree: Mapping[Any, Any], model: Mapping[str, Any]) -> list[str]:
-    """Other parts of a tree that have most of the tensors of its `model` again, as averages or fp32 masters."""
-    found = []
+    """Other parts of a tree with tensors in most of the shapes of its `model`, as averages or fp32 masters have, under
+    any names or none; or with as many elements in one tensor. An optimizer's state is none of them."""
+    found, shapes = [], Counter(tensor.shape for tensor in tensors_of(model))
+    size = sum(tensor.numel() for tensor in tensors_of(model))
     for key, value in tree.items():
-        there = value if isinstance(value, dict) and value is not model else {}
-        again = [t for n, t in there.items() if isinstance(t, Tensor) and n in model and t.shape == model[n].shape]
-        if 2 * len(again) > len(model):
-            found.append(f"{key!r}, a copy of the weights in {str(again[0].dtype).removeprefix('torch.')}")
+        tensors = [] if only(value) is model or has_groups(value) else tensors_of(value)
+        again = shapes & Counter(tensor.shape for tensor in tensors)
+        if 2 * again.total() > shapes.total() or any(tensor.numel() == size for tensor in tensors):
+            found.append(f"{key!r}, a copy of the weights in {str(tensors[-1].dtype).removeprefix('torch.')}")
     return found
 
 

@@ -256,12 +256,22 @@ def test_a_damaged_group_of_a_sharded_optimizer(damage: str, tmp_path: Path) -> 
     main(command)
 
 
-@pytest.mark.parametrize("key", ["master_weights", "ema"])
+COPIES: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "master_weights": dict,
+    "ema": dict,
+    "swa_model": lambda w: {"n_averaged": torch.tensor(3), **{f"module.{name}": tensor for name, tensor in w.items()}},
+    "master_params": lambda w: [list(w.values())],
+    "fp32_params": lambda w: list(w.values()),
+    "flat_master": lambda w: torch.cat([tensor.flatten() for tensor in w.values()]),
+}
+
+
+@pytest.mark.parametrize("key", COPIES)
 def test_a_second_copy_of_the_weights_is_named(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """fp32 masters beside bf16 weights, say."""
     trained = Trained(tmp_path)
     half = {name: tensor.bfloat16() for name, tensor in trained.tensors.items()}
-    torch.save({"model": half, key: trained.tensors}, tmp_path / "a.pt")
+    torch.save({"model": half, key: COPIES[key](trained.tensors)}, tmp_path / "a.pt")
     main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", str(config(tmp_path))])
     assert f"what stays behind: '{key}', a copy of the weights in float32" in capsys.readouterr().out
 
