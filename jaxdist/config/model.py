@@ -290,9 +290,13 @@ def same_model(wanted: Model, found: Model, source: str, fix: str = "") -> None:
     raise ConfigError(f"{mine}, but {source} holds another model, with {theirs}; {fix}")
 
 
-def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+def check_shapes(
+    source: str, found: Mapping[str, Shape], wanted: Mapping[str, Shape], names: Mapping[str, str] | None = None
+) -> None:
     """Raises ConfigError naming the first tensor of `source` that is transposed, or OtherShapes naming the first one
-    that is missing, unexpected or of another shape, and the layers that are missing as a whole."""
+    that is missing, unexpected or of another shape, and the layers that are missing as a whole. `names`: name -> that
+    in the file, where they differ."""
+    in_file = names or {}
     bad = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
     turned = [name for name in bad if len(found.get(name, ())) == 2 and wanted.get(name) == found[name][::-1]]
     if turned:
@@ -300,8 +304,9 @@ def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, S
         more = f", and so are {len(turned) - 1} more" if len(turned) > 1 else ""
         more += f"; {others} others differ in name or shape" if others else ""
         raise ConfigError(
-            f"{source}: tensor {name} is transposed: {tuple(found[name])} there, {tuple(wanted[name])} in the "
-            f"model{more}; save its transpose (tensor.T), as torch's Linear has (outputs, inputs)"
+            f"{source}: tensor {in_file.get(name, name)} is transposed: {tuple(found[name])} there, "
+            f"{tuple(wanted[name])} in the model{more}; save its transpose (tensor.T), as torch's Linear has (outputs, "
+            "inputs)"
         )
     if bad:
         there, here = (str(tuple(shapes[bad[0]])) if bad[0] in shapes else "absent" for shapes in (found, wanted))
@@ -309,9 +314,11 @@ def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, S
         layers = sorted(_layers(wanted) - _layers(found))
         lacking = "".join(f"{', ' if i else ''}{name}{number}" for i, (name, number) in enumerate(layers[:5]))
         more += f"; it has nothing of {lacking}{', ...' if layers[5:] else ''}" if layers else ""
+        fix = "give weights that belong to their config"
+        if wanted.keys() <= found.keys() and not {*bad} & wanted.keys():
+            fix = f"remove {'them' if more else 'it'} from the file, or {fix}"
         raise OtherShapes(
-            f"{source}: tensor {bad[0]} is {there} there, and {here} in the model{more}; "
-            "give weights that belong to their config"
+            f"{source}: tensor {in_file.get(bad[0], bad[0])} is {there} there, and {here} in the model{more}; {fix}"
         )
 
 

@@ -146,7 +146,8 @@ class Content:
     def _check(self, source: Path, group: str, leaves: Leaves) -> None:
         what = str(source) if group == PARAMETERS else f"{source}, {group}"
         found = {name: Header(leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()}
-        check_tensors(what, found, {name: entry.shape for name, entry in self.entries(group).items()})
+        wanted = {name: entry.shape for name, entry in self.entries(group).items()}
+        check_tensors(what, found, wanted, self.origin.names)
 
     def _with_buffers(self, source: Path) -> Origin:
         """The origin, with the model's buffers."""

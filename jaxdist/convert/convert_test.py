@@ -184,7 +184,7 @@ class TestFilesInTheWild:
             ),
             (
                 lambda t: t | {"model.extra": np.ones(3)},
-                r"tensor model.extra is \(3,\) there, and absent in the model",
+                r"tensor model.extra is \(3,\) there, and absent in the model; remove it from the file, or give",
             ),
             (
                 lambda t: t | {"model.norm.weight": np.ones(9)},

@@ -45,18 +45,21 @@ def untied(source: str, head: str) -> ConfigError:
     return ConfigError(f"{source}: tie_word_embeddings is true, but {head} differs from the embedding; set it to false")
 
 
-def check_tensors(source: str, found: Mapping[str, Header], wanted: Mapping[str, Shape]) -> None:
-    """Raises ConfigError naming a tensor of `source` that is missing, unexpected, of another shape, or no weights."""
+def check_tensors(
+    source: str, found: Mapping[str, Header], wanted: Mapping[str, Shape], names: Mapping[str, str]
+) -> None:
+    """Raises ConfigError naming a tensor of `source` that is missing, unexpected, of another shape, or no weights.
+    `names`: name -> that in the source, where they differ."""
     if name := next(filter(TITAN_MIXTURE.search, found), None):
         raise ConfigError(
             f"{source}: {name} is of torchtitan's mixtures, whose layout is not supported; export it by torchtitan's "
             "scripts/checkpoint_conversion/convert_to_hf.py, put the model's config.json into its output folder, and "
             "give that folder"
         )
-    check_shapes(source, {name: header.shape for name, header in found.items()}, wanted)
+    check_shapes(source, {name: header.shape for name, header in found.items()}, wanted, names)
     for name, header in found.items():
         if header.dtype not in (COUNTS if name.endswith(COUNTED) else WEIGHTS):
-            raise ConfigError(f"{source}: tensor {name} is {header.dtype}; give {', '.join(WEIGHTS)}")
+            raise ConfigError(f"{source}: tensor {names.get(name, name)} is {header.dtype}; give {', '.join(WEIGHTS)}")
 
 
 class Plan(NamedTuple):
@@ -74,7 +77,7 @@ class Plan(NamedTuple):
     def check(self, source: str, headers: Mapping[str, Header]) -> None:
         """Raises ConfigError as `check_tensors` does. `headers` by name in the source."""
         found = {name: headers[self.names[name]] for name in self.parts.parameters}
-        check_tensors(source, found, {name: tensor.shape for name, tensor in self.tensors.items()})
+        check_tensors(source, found, {name: tensor.shape for name, tensor in self.tensors.items()}, self.names)
 
 
 def plan_of(source: str, entries: Mapping[str, Shaped], model: Model, shapes: Mapping[str, Shape]) -> Plan:

@@ -102,8 +102,9 @@ def restore(path: Path, **abstract: Any) -> Any:
     with open_reader(path) as reader:
         metadata = reader.metadata(path).item_metadata
         check_arrays({item: metadata[item] for item in abstract})
-        found, here = dict(metadata["parameters"]), abstract["parameters"]
-        check_shapes(f"checkpoint {path}", *({n: tuple(a.shape) for n, a in tree.items()} for tree in (found, here)))
+        trees = dict(metadata["parameters"]), abstract["parameters"]
+        found, here = ({name: tuple(array.shape) for name, array in tree.items()} for tree in trees)
+        check_shapes(f"checkpoint {path}", found, here)
         return reader.restore(path, args=ocp.args.Composite(**wanted))
 
 

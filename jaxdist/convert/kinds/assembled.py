@@ -63,6 +63,11 @@ class Weights:
         return self.recognized[1]
 
     @cached_property
+    def carried(self) -> dict[str, str]:
+        """The part of `names` that the naming does not state."""
+        return carried(self.names, self.naming, self.experiment.model)
+
+    @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Names of the trained parameters in the order of the modules, that of `model.parameters()`."""
         entries = trainable(self.naming, self.experiment.model)
@@ -88,7 +93,8 @@ class Weights:
             optimizer = rules.with_entries(optimizer)
         if not optimizer.get("state"):
             return None
-        Content(self.experiment, self.naming, {PARAMETERS: self.parameters}).check_weights(self.path)
+        origin = Origin(naming=self.naming, names=self.carried)
+        Content(self.experiment, self.naming, {PARAMETERS: self.parameters}, origin=origin).check_weights(self.path)
         naming, model = self.naming, self.experiment.model
         shapes, rename = self.shapes, self.full_name
         if naming == HUGGINGFACE and IN_MEMORY in tables_of(model.family):
@@ -118,8 +124,7 @@ class Weights:
         """
         groups: dict[str, Leaves] = {PARAMETERS: self.parameters}
         first = next(iter(groups[PARAMETERS].values()))
-        names = carried(self.names, self.naming, self.experiment.model)
-        origin = replace(origin, naming=self.naming, names=names, dtype=str(first.dtype))
+        origin = replace(origin, naming=self.naming, names=self.carried, dtype=str(first.dtype))
         experiment, updates = self.experiment, None
         if state:
             groups |= state.moments

@@ -102,16 +102,19 @@ def test_weights_are_looked_at_before_the_optimizer(tmp_path: Path) -> None:
     state = dict(found["state_dict"])
     norm = "net.model.norm.weight"
     for wrong, says in (
-        ({n: t for n, t in state.items() if n != norm}, "tensor model.norm.weight is absent there, and"),
+        (
+            {n: t for n, t in state.items() if n != norm},
+            "tensor model.norm.weight is absent there, and .*; give weights",
+        ),
         (
             state | {"loss.weight": torch.ones(2)},
-            r"tensor (model.)?loss.weight is \(2,\) there, and absent in the model",
+            r"tensor loss.weight is \(2,\) there, and absent in the model; remove it from the file, or give",
         ),
         (
             state | {"teacher" + n[3:]: t for n, t in state.items()},
-            r"tensor .*teacher.* is .* there, and absent in the model",
+            r"tensor teacher.lm_head.weight is .*, and absent in the model .*; remove them from the file",
         ),
-        (state | {norm: torch.ones(9)}, r"tensor model.norm.weight is \(9,\) there, and \(8,\) in the model"),
+        (state | {norm: torch.ones(9)}, r"tensor net.model.norm.weight is \(9,\) there, and \(8,\) in the model"),
     ):
         torch.save(found | {"state_dict": wrong}, tmp_path / "a.ckpt")
         refused(tmp_path, says)
@@ -123,7 +126,11 @@ def test_a_transposition_is_called_one(tmp_path: Path) -> None:
     state = found["state_dict"]
     turned = [name for name in state if name.endswith("up_proj.weight")]
     torch.save(found | {"state_dict": state | {n: state[n].T.contiguous() for n in turned}}, tmp_path / "a.ckpt")
-    refused(tmp_path, r"up_proj.weight is transposed: \(8, 10\) there, \(10, 8\) in the model, and so are 2 more; save")
+    refused(
+        tmp_path,
+        r"net.model.layers.0.mlp.up_proj.weight is transposed: "
+        r"\(8, 10\) there, \(10, 8\) in the model, and so are 2 more; save",
+    )
     wrong = torch.load(tmp_path / "a.ckpt", weights_only=True)
     wrong["state_dict"] |= {name: wrong["state_dict"][name].T for name in turned}
     torch.save(wrong, tmp_path / "a.ckpt")

@@ -133,7 +133,7 @@ def read_content(
     rename = renaming(names, naming, model)
     carries = carried(names, naming, model)
     groups: dict[str, Leaves] = {PARAMETERS: {full: tensors[name] for full, name in names.items()}}
-    Content(found, naming, groups).check_weights(path)
+    Content(found, naming, groups, origin=Origin("torch", naming, carries)).check_weights(path)
 
     all_shapes = {name: entry.shape for name, entry in trainable(naming, model).items()}
     shapes = {name: all_shapes[name] for name in names if name in all_shapes}  # in the order of the file

@@ -256,7 +256,7 @@ def test_a_damaged_group_of_a_sharded_optimizer(damage: str, tmp_path: Path) -> 
     main(command)
 
 
-COPIES: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+COPIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "master_weights": dict,
     "ema": dict,
     "swa_model": lambda w: {"n_averaged": torch.tensor(3), **{f"module.{name}": tensor for name, tensor in w.items()}},
