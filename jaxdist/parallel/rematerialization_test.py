@@ -123,6 +123,7 @@ def temporary(remat: str, every: int = 1, **sections: Any) -> int:
     return int(compiled(p).memory_analysis().temp_size_in_bytes)
 
 
+@pytest.mark.slow
 def test_rematerialization_saves_memory() -> None:
     none, selective, full, half = (temporary(*mode) for mode in (("none",), ("selective",), ("full",), ("full", 2)))
     assert full < selective < none

@@ -230,6 +230,7 @@ def test_a_signal_to_one_ends_all_with_one_checkpoint_and_each_reads_its_rows(
     assert curves < 1e-12 and states < 1e-10
 
 
+@pytest.mark.slow
 def test_one_that_fails_alone_while_a_checkpoint_is_written_ends_all_and_it_is_kept(
     planted: str, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def test_they_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         program.step.lower(program.abstract, program.abstract_batch).compile()
 
 
+@pytest.mark.slow
 def test_on_cpus_no_number_changes(batches: Any) -> None:
     """Whose compiler takes the options of GPUs and goes by its own rules."""
     plain, knobs = (train(tiny(parallel={"mesh": "4x2"} | more), batches, steps=3) for more in ({}, KNOBS))

@@ -96,6 +96,7 @@ def test_sums_over_tokens_in_bfloat16_are_caught(
     assert errors("llama")[parameter] > BOUND["bf16"]
 
 
+@pytest.mark.slow
 def test_parameters_in_bfloat16_train() -> None:
     """Weights, gradients and moments in bfloat16: each rounded once more, the norm and the sums still float32."""
     found = errors("llama", parameters="bfloat16")

@@ -183,8 +183,8 @@ def alone() -> Callable[..., Any]:
     return run
 
 
-# Every strategy and axis once, on the meshes that have most of them; `test_tied_embeddings` has the chunks.
-QUICK = ("ddp", "zero2 per step", "2x2x2", "sequence full", "ring 2x2x2")
+# Each axis once, on the meshes that have most of them.
+QUICK = ("ddp", "2x2x2", "sequence full", "ring 2x2x2")
 
 
 @pytest.mark.parametrize("case", often(CASES, QUICK))
@@ -202,7 +202,7 @@ def test_a_ring_of_five(batches: Any, alone: Any) -> None:
     assert loss <= LOSS and state <= STATE
 
 
-@pytest.mark.parametrize("case", often(["fsdp", "2x4", "2x2x2", "ring 2x2x2", "ulysses"], ["2x2x2"]))
+@pytest.mark.parametrize("case", often(["fsdp", "2x4", "2x2x2", "ring 2x2x2", "ulysses"], []))
 def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": GPT2}
     # The key bias has a true gradient of zero: what reaches it is rounding, and Adam makes steps of that.
@@ -372,7 +372,7 @@ MISTAKES: dict[Any, tuple[Any, str, tuple[str, ...]]] = {
     last_microbatch: (Step, "accumulate", ("accumulation", "2x4 zero2", "2x2x2 kept")),
 }
 PLANTED = [(mistake, case) for mistake, (_, _, cases) in MISTAKES.items() for case in cases]
-SEEN = [(mistake, MISTAKES[mistake][2][0]) for mistake in (divided, own_tokens, last_microbatch)]
+SEEN = [(mistake, MISTAKES[mistake][2][0]) for mistake in (divided, own_tokens)]
 
 
 @pytest.mark.parametrize("planted", often(PLANTED, SEEN), ids=lambda pair: f"{pair[0].__name__} {pair[1]}")

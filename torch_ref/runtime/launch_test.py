@@ -1,10 +1,12 @@
 """How ranks that do not continue end the others."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,32 +69,47 @@ exit_codes(main)
 """
 
 
-def started(script: str, count: int) -> "list[subprocess.Popen[str]]":
-    """Ranks as another launcher starts them, each a process of its own."""
+# Forks ranks once torch is imported, which takes seconds. Prints their exit codes, of a stopped one null.
+FORKS = """
+import json, os, signal, sys
+from torch_ref.runtime import launch
+folder, script, stopped = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+ranks = range(int(os.environ["WORLD_SIZE"]))
+processes = []
+for rank in ranks:
+    if not (process := os.fork()):
+        os.environ["RANK"] = str(rank)
+        os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        exec(script)
+        sys.exit()
+    processes.append(process)
+codes = [None if rank == stopped else os.waitstatus_to_exitcode(os.waitpid(processes[rank], 0)[1]) for rank in ranks]
+if stopped is not None:
+    if os.waitpid(processes[stopped], os.WNOHANG) != (0, 0):
+        sys.exit("the stopped rank has ended")
+    os.kill(processes[stopped], signal.SIGKILL)
+print(json.dumps(codes))
+"""
+
+
+def ranks(
+    script: str, count: int, folder: Path, stopped: int | None = None
+) -> tuple[list[int | None], list[list[str]]]:
+    """Exit code of each rank, as another launcher starts them, and the lines that it writes to stderr."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", script], env=os.environ | address | {"RANK": str(rank)}, stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]  # fmt: skip
+    line = [sys.executable, "-c", FORKS, str(folder), script, json.dumps(stopped)]
+    done = subprocess.run(line, env=os.environ | address, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), [(folder / str(rank)).read_text().splitlines() for rank in range(count)]
 
 
-def test_a_stopped_rank_ends_those_that_another_launcher_started() -> None:
+def test_a_stopped_rank_ends_those_that_another_launcher_started(tmp_path: Path) -> None:
     """They wait for it in a collective; each ends with 1, and the first of them says why, in one line."""
-    ranks = started(JOINED, 3)
-    try:
-        told = [rank.communicate(timeout=100)[1].splitlines() for rank in ranks[1:]]
-        assert ranks[0].poll() is None
-    finally:
-        for rank in ranks:
-            rank.send_signal(signal.SIGKILL)
-            rank.communicate()
-    assert [rank.returncode for rank in ranks[1:]] == [1, 1]
-    assert [lines[-1:] for lines in told] == [
+    codes, told = ranks(JOINED, 3, tmp_path, stopped=0)
+    assert codes == [None, 1, 1]
+    assert [lines[-1:] for lines in told[1:]] == [
         [
             "error: rank 0 has been stopped for 2 s, as by SIGSTOP; the run ends, and --resume continues from its "
             "newest checkpoint"
@@ -140,12 +157,11 @@ SLOW = [pytest.param(count, killed, marks=pytest.mark.slow) for count, killed in
 
 
 @pytest.mark.parametrize(("count", "killed"), [(3, 0), *SLOW])
-def test_a_killed_rank_ends_those_that_another_launcher_started(count: int, killed: int) -> None:
+def test_a_killed_rank_ends_those_that_another_launcher_started(count: int, killed: int, tmp_path: Path) -> None:
     """With one line, whichever of them says it."""
     script = JOINED.replace("3}", f"{count}}}").replace('== "0"', f'== "{killed}"').replace("SIGSTOP", "SIGKILL")
-    ranks = started(script, count)
-    said = [rank.communicate(timeout=100)[1].splitlines() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL if r == killed else 1 for r in range(count)]
+    codes, said = ranks(script, count, tmp_path)
+    assert codes == [-signal.SIGKILL if rank == killed else 1 for rank in range(count)]
     (line,) = (line for lines in said for line in lines if line.startswith("error: "))
     assert line.endswith(
         "waited in a collective for another rank, which is gone; the run ends, and --resume continues from its newest "
