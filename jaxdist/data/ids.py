@@ -21,6 +21,7 @@ from jaxdist.data.number_types import (
     certain_type,
     header_length,
     header_of,
+    like_bytes,
     likely_type,
     only_at_the_start,
 )
@@ -164,7 +165,7 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
     if size % least:
         field = "the smallest type of ids" if declared == "auto" else f"the size of data.bin_dtype = {declared}"
         fix = "set data.bin_dtype = auto"
-        if declared == "auto" and likely_type(content, vocab, readable=False) == "|u1":
+        if declared == "auto" and like_bytes(content, vocab, readable=False):
             fix = f"its ids are uint8 by their content: write them as uint16, as by {_rewriting('|u1', wanted='<u2')}"
         elif declared == "auto":
             fix = (
@@ -308,6 +309,12 @@ def _check_type(file: Path, content: bytes, declared: str, vocab: int, likely: b
         raise ConfigError(
             f"data.path = {str(file)!r}: its ids are {NAMES[dtype]} by their content; write them in another type, as "
             f"by {code}{otherwise}"
+        )
+    if likely and not fits and like_bytes(content, vocab, fits):
+        raise ConfigError(
+            f"data.path = {str(file)!r}: its ids are uint16 up to {seen.max()}, beyond model.vocab = {vocab}, or "
+            f"uint8: raise model.vocab above {seen.max()} if they are uint16; write them in another type, as by "
+            f"{_rewriting('|u1', wanted='<u2')}, if they are uint8"
         )
 
 

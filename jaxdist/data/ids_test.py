@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Data
-from jaxdist.data import blocks, ids
+from jaxdist.data import blocks, ids, number_types
 from jaxdist.data.sources import open_stream
 
 RANDOM = np.random.default_rng(0)
@@ -94,6 +94,37 @@ def test_ids_in_other_numbers_are_named_and_the_fix_works(tmp_path: Path, dtype:
         read(file, vocab)
     rewrite(file, raised.value)
     assert read(file, vocab) == wanted.tolist()
+
+
+@pytest.mark.parametrize("vocab", [256, 32_000, 50_257])
+@pytest.mark.parametrize("count", [2000, 20_000])
+@pytest.mark.parametrize("reach", [52_000, 60_000, 65_536])
+def test_random_ids_beyond_the_vocabulary_are_not_called_uint8(
+    tmp_path: Path, reach: int, count: int, vocab: int
+) -> None:
+    """Their bytes are as random as those of uint8 ids: each fix says for which ids it is."""
+    file, wanted = tmp_path / "a.bin", RANDOM.integers(0, reach, count)
+    wanted.astype(np.uint16).tofile(file)
+    greatest = wanted.max()
+    with pytest.raises(ConfigError, match=rf"raise model\.vocab above {greatest}( if they are uint16|, or give)"):
+        read(file, vocab)
+    assert read(file, greatest + 1) == wanted.tolist()
+
+
+def test_few_ids_like_a_float_are_not_called_one() -> None:
+    """Bytes of the big-endian float32 2.0."""
+    content = np.array([64, 0], np.uint16).tobytes()
+    assert number_types.certain_type(3 * content, 65, True) is None
+    assert number_types.certain_type(9 * content, 65, True) == ">f4"
+
+
+def test_random_ids_of_one_byte(tmp_path: Path) -> None:
+    file, wanted = tmp_path / "a.bin", RANDOM.integers(0, 256, 6000)
+    wanted.astype(np.uint8).tofile(file)
+    with pytest.raises(ConfigError, match=r"uint16 up to \d+, .*, or uint8: .* as by .*, if they are uint8") as raised:
+        read(file, 256)
+    rewrite(file, raised.value)
+    assert read(file, 256) == wanted.tolist()
 
 
 def text_ids(count: int, vocab: int) -> np.ndarray:

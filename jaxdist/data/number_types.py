@@ -19,6 +19,7 @@ INTEGERS = {">i8": "big-endian int64", ">u4": "big-endian uint32", ">u2": "big-e
 NAMES = FLOATS | INTEGERS | {"|u1": "uint8"}
 MOST = 2**20  # ids of a vocabulary: numbers of 32 bits or more that are all below it are ids, even of a larger model
 BITS = 20  # of evidence: by chance one file of a million is taken for another
+FEWEST = 8  # numbers: fewer may be alike by the ids that they are, as 64 and 0 are the bytes of the float 2.0
 SPREAD = 1.0  # bits of entropy by which the high bytes of uint16 ids vary more than the low ones, if they are swapped
 DISTINCT = 64  # different ids: enough for the entropy of their bytes to show the byte order
 ALIKE = 0.1  # the most, of 1, by which the distributions of even and odd bytes differ in ids of one byte
@@ -57,7 +58,7 @@ def certain_type(content: bytes, vocab: int, readable: bool) -> str | None:
         with np.errstate(invalid="ignore"):
             ids = numbers(body, dtype).astype(np.float64)
             fits = ((ids >= 0) & (ids < most) & (ids == np.floor(ids))).all()
-        if fits and _bits(ids[ids > 0], np.dtype(dtype), vocab) >= BITS:
+        if fits and len(ids) >= FEWEST and _bits(ids[ids > 0], np.dtype(dtype), vocab) >= BITS:
             return dtype
     return None
 
@@ -76,21 +77,33 @@ def _bits(ids: NDArray[np.float64], dtype: np.dtype, vocab: int) -> float:
 def likely_type(content: bytes, vocab: int, readable: bool) -> str | None:
     """The type of 8 or 16 bits that is not read and that the bytes of `content` are like: of little-endian uint16 ids
     the low bytes vary, and the high ones are mostly small. `readable`: whether these would all be in range(vocab)."""
-    halves = numbers(_behind_head(content), "<u2")
-    even, odd = (np.bincount(column, minlength=256) for column in (halves & 255, halves >> 8))
+    halves, (even, odd) = numbers(_behind_head(content), "<u2"), _columns(content)
     different = len(np.unique(halves))
     if different >= DISTINCT and _entropy(odd) - _entropy(even) > SPREAD:
         return ">u2"
     if 8 * different >= BITS and not even[1:].any():
         return ">u2"
+    return "|u1" if like_bytes(content, vocab, readable) and _entropy(even + odd) <= ANY_BYTE else None
+
+
+def like_bytes(content: bytes, vocab: int, readable: bool) -> bool:
+    """Whether all bytes are ids of `vocab`, and even and odd ones are alike, as in ids of one byte and in random
+    numbers of any size. `readable` as in `likely_type`."""
+    even, odd = _columns(content)
     both = even + odd
     seen = both > 0
     # Pearson's chi-squared of two columns of one distribution, whose mean is the number of values.
     apart = (np.square(even - odd)[seen] / both[seen]).sum()
     telling = both.sum() - both.max(initial=0)  # without the commonest byte, as zero is in ids of several bytes
     alike = apart < ALIKE * telling + seen.sum() + 4 * np.sqrt(2 * seen.sum())
-    enough = telling >= ENOUGH_BYTES[not readable] and not (readable and _entropy(both) > ANY_BYTE)
-    return "|u1" if alike and enough and both.nonzero()[0].max() < vocab else None
+    return bool(alike and telling >= ENOUGH_BYTES[not readable] and both.nonzero()[0].max() < vocab)
+
+
+def _columns(content: bytes) -> tuple[NDArray, NDArray]:
+    """Counts of each value among the even bytes, and among the odd ones."""
+    halves = numbers(_behind_head(content), "<u2")
+    even, odd = (np.bincount(column, minlength=256) for column in (halves & 255, halves >> 8))
+    return even, odd
 
 
 def header_length(content: bytes, size: int, dtype: str) -> int:
