@@ -151,6 +151,20 @@ NOT_HERE = {
     "momentum is without dampening; leave it out": "dampening",
     "an update's implementation cannot be chosen; leave it out": "foreach capturable differentiable fused",
     "code in a folder is never executed; leave it out": "trust_remote_code",
+    "--device auto, cpu or gpu chooses the devices": "accelerator device_type use_cpu no_cuda",
+    "a run is named by its folder, --output; leave it out": "run_name exp_name experiment_name project project_name "
+    "wandb_name",
+    "nothing is downloaded: --data.path takes a file or folder that is there": "dataset_name dataset_config_name "
+    "hf_dataset",
+    "--init starts from the weights of a checkpoint, --resume continues its run": "checkpoint ckpt load load_from",
+    "a run folder is never overwritten: give another --output, or --resume it": "overwrite_output_dir overwrite",
+    "the loss is the cross-entropy of the next token; leave it out": "label_smoothing label_smoothing_factor z_loss "
+    "z_loss_weight",
+    "all parameters are trained, none quantized; leave it out": "load_in_8bit load_in_4bit use_peft use_lora lora_r "
+    "lora_rank lora_alpha",
+    "all sequences have data.sequence tokens; leave it out": "group_by_length length_column_name",
+    "products of float32 are never computed in TF32; leave it out": "tf32 allow_tf32 matmul_precision "
+    "float32_matmul_precision",
     "--config takes a model by its name or its folder, --init its weights too": "model model_name model_config",
 }
 

@@ -46,6 +46,7 @@ def parser() -> Parser:
     parser = Parser(allow_abbrev=False)
     for flag in FLAGS:
         parser.add_argument(f"--{flag}", default=None)
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--resume", action="store_true")
     add_fields(parser)
     return parser

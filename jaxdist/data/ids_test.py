@@ -434,7 +434,7 @@ def test_lists_and_arrays_pickled_by_the_oldest_protocols(tmp_path: Path, protoc
 def test_ids_that_begin_as_a_pickle_does_are_ids(tmp_path: Path, first: int) -> None:
     wanted = [first, *RANDOM.integers(0, 2000, 5999).tolist()]
     for second in (41, 67, 88, 93, 99, 125, 149, 350, 1117, 2013):
-        wanted[1:3] = second, 300
+        wanted[1:4] = second, 300, 1000  # no length of a string
         np.array(wanted, "<u2").tofile(tmp_path / "a.bin")
         assert len(read(tmp_path / "a.bin", 2100)) == 6000
 

@@ -187,7 +187,16 @@ def test_a_top_level_original_length_has_priority(tmp_path: Path) -> None:
     ("model_type", "more", "says"),
     [
         ("llama", {"layer_types": ["sliding_attention"] * 2}, r"layer_types = .* leave layer_types out"),
-        ("mistral", {"layer_types": ["full_attention"] * 2, "sliding_window": 4}, r"every layer is sliding_attention"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 2, "sliding_window": 4},
+            r"every layer is sliding_attention here, by sliding_w",
+        ),
+        (
+            "llama",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"every layer is full_attention here; leave",
+        ),
         ("qwen3_moe", {"layer_types": ["chunked_attention"] * 2}, r"layer_types = "),
         ("llama", {"per_layer_config": {"1": {"num_key_value_heads": 4}}}, r"per_layer_config = .* without it"),
         ("gpt2", {"pruned_heads": {"0": [1]}}, r"pruned_heads = .* without it"),

@@ -255,8 +255,8 @@ def _check_layer_types(variant: Variant, settings: Settings, window: int, layers
     kinds, kind = settings.get("layer_types"), WINDOWS[bool(window)]
     if variant.window != "layered" and kinds is not None and kinds != [kind] * layers:
         raise ConfigError(
-            f"layer_types = {SHOWN.repr(kinds)}; in transformers' {variant.model_type} every layer is {kind} here, by "
-            "sliding_window; leave layer_types out"
+            f"layer_types = {SHOWN.repr(kinds)}; in transformers' {variant.model_type} every layer is {kind} here"
+            f"{', by sliding_window' if window else ''}; leave layer_types out"
         )
 
 
