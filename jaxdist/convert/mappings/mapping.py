@@ -28,7 +28,7 @@ array's first axis (the layers not counted), `chunk = [0, 3]` the first of three
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,10 +40,23 @@ from jaxdist.config import ConfigError
 from jaxdist.config.errors import nearest
 from jaxdist.config.experiment import read_toml
 from jaxdist.convert.mappings.atoms import Entry, Shape, by_views, recut
-from jaxdist.convert.mappings.rows import LAYER, SCALES, Row, check_row, missing_layers, only_keys, read_row, toml
+from jaxdist.convert.mappings.rows import (
+    LAYER,
+    SCALES,
+    Row,
+    check_row,
+    listed,
+    missing_layers,
+    only_keys,
+    read_row,
+    toml,
+)
 from jaxdist.convert.mappings.transforms import RESHAPE, SAME, TRANSFORMS, as_ours, fitting, result
 
 MAPPINGS = {file.stem: file for file in Path(__file__).parent.glob("*.toml")}  # shipped, by name
+WHOLE_MODEL = f"Give the whole model; or, if it has no such layers, write the rows out one by one, without {LAYER}"
+# Parts of names that moments and averages have, which are called as the weights and may lie less deep.
+BESIDES = {"opt_state", "optimizer", "optimizer_state", "mu", "nu", "ema", "ema_params"}
 Shapes = Mapping[str, Shape]
 View = Callable[["Pair", np.ndarray], np.ndarray]
 
@@ -135,14 +148,21 @@ class KeyMapping:
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def below(self, names: Collection[str]) -> str:
-        """The prefix, such as `params.params.`, under which names of ours have all rows; the shortest, and empty where
-        there is none."""
-        first = rf"(.*\.)?{_pattern(self.rows[0].ours).pattern}" if self.rows else ""
-        prefixes = {match[1] or "" for name in names if (match := re.fullmatch(first, name))}
-        for prefix in sorted(prefixes, key=lambda prefix: (prefix.count("."), prefix)):
-            if all(row.optional or _numbered(prefix + row.ours, names) for row in self.rows):
-                return prefix
-        return ""
+        """The prefix, such as `params.params.`, under which names of ours have most rows, and the shortest of several;
+        one of an optimizer or of averages only where no other has a row. Empty where none has a row."""
+        prefixes: dict[str, set[str]] = defaultdict(set)  # the end of a name -> what stands before it
+        for name in names:
+            parts = name.split(".")
+            for start in range(len(parts)):
+                end = ".".join(parts[start:])
+                prefixes[end].add(name.removesuffix(end))
+        ends = ([*_numbered(row.ours, prefixes).values()] for row in self.rows if not row.optional)
+        rows = Counter(prefix for found in ends for prefix in set().union(*(prefixes[end] for end in found)))
+
+        def preference(prefix: str) -> tuple[bool, int, int, str]:
+            return not BESIDES.isdisjoint(prefix.split(".")), -rows[prefix], prefix.count("."), prefix
+
+        return min(rows, key=preference, default="")
 
     def under(self, prefix: str) -> "KeyMapping":
         """The mapping of names of ours that begin with `prefix`."""
@@ -170,11 +190,9 @@ class KeyMapping:
                 there[layers] |= {*range(count)} if row.stacked else found.keys()
         for layers, numbers in there.items():
             if numbers and (missing := missing_layers(layers, numbers)):
-                lacking = ", ".join(f"{layers}{number}" for number in missing[:5])
+                lacking = listed([f"{layers}{number}" for number in missing])
                 raise ConfigError(
-                    f"{self.source}: ours has layers up to {layers}{max(numbers)}, but no {lacking}"
-                    f"{', ...' if missing[5:] else ''}. Give the whole model; or, if it has no such layers, write the "
-                    f"rows out one by one, without {LAYER}"
+                    f"{self.source}: ours has layers up to {layers}{max(numbers)}, but no {lacking}. {WHOLE_MODEL}"
                 )
         for layers, counts in alike.items():
             if len(counts) > 1:
@@ -185,12 +203,16 @@ class KeyMapping:
                 )
 
     def _advice(self, numbers: Collection[int], ours: Shapes) -> str:
-        """A sentence on the axis of stacked rows that has one size in all of them."""
-        shapes = [ours[row.ours] for i, row in enumerate(self.rows, 1) if i in numbers and row.stacked]
-        numbered = {
-            len(_numbered(row.ours, ours)) for i, row in enumerate(self.rows, 1) if i in numbers and not row.stacked
-        }
-        for axis in range(min(map(len, shapes), default=0)):
+        """A sentence on the names that layers lack; or on the axis of stacked rows that has one size in all of them."""
+        rows = [self.rows[number - 1] for number in sorted(numbers)]
+        shapes = [ours[row.ours] for row in rows if row.stacked]
+        found = {row.ours: _numbered(row.ours, ours) for row in rows if not row.stacked}
+        if not shapes:
+            layers = sorted(set().union(*found.values()))
+            lacking = [name.replace(LAYER, str(i)) for name, there in found.items() for i in layers if i not in there]
+            return f"Ours has no {listed(lacking)}. {WHOLE_MODEL}"
+        numbered = {len(there) for there in found.values()}
+        for axis in range(min(map(len, shapes))):
             sizes = {shape[axis] for shape in shapes} | numbered
             if len(sizes) == 1:
                 return f"Set axis = {axis} in each of them: that axis has size {sizes.pop()} in all"
@@ -201,8 +223,13 @@ class KeyMapping:
         if not found and row.optional:
             return
         if not found:
+            rows = [(n, other.optional, _numbered(other.ours, ours)) for n, other in enumerate(self.rows, 1)]
+            taken = {name for _, _, names in rows for name in names.values()}
+            others = [f"row {n}" for n, optional, names in rows if not (names or optional or n == number)]
             raise ConfigError(
-                f"{self.source}: row {number}: ours = {row.ours!r}: no such parameter; {nearest(row.ours, ours)}"
+                f"{self.source}: row {number}: ours = {row.ours!r}: no such parameter"
+                f"{f', nor that of {listed(others)}' if others else ''}; "
+                f"{_untaken(row.ours, set(ours) - taken - set(self.ours_only))}"
             )
         if row.stacked and len(shape := ours[row.ours]) <= row.axis:
             raise ConfigError(
@@ -228,8 +255,10 @@ class KeyMapping:
             place = f"{self.source}: row {number}"
             for pair in self._pairs_of(number, row, ours):
                 if pair.theirs not in theirs:
+                    taken = {pair.theirs for pair in self.pairs(ours)}
                     raise ConfigError(
-                        f"{place}: theirs = {pair.theirs!r}: no such tensor; {nearest(pair.theirs, theirs)}"
+                        f"{place}: theirs = {pair.theirs!r}: no such tensor; "
+                        f"{_untaken(pair.theirs, set(theirs) - taken - set(self.theirs_only))}"
                     )
                 pieces = {"ours": (pair.ours, row.part), "theirs": (pair.theirs, row.chunk)}
                 for side, (name, piece) in pieces.items():
@@ -264,8 +293,8 @@ class KeyMapping:
             raise ConfigError(f"{self.source}: {side}_only: {name!r} is in a row too; leave it out of one of them")
         if missing := sorted(known - mapped - only):
             raise ConfigError(
-                f"{self.source}: {side}: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} "
-                f"({len(missing)} in all) in no row; add rows, or list them in {side}_only"
+                f"{self.source}: {side}: {listed(missing)} ({len(missing)} in all) in no row; add rows, or list them "
+                f"in {side}_only"
             )
 
     def cuts(self, shapes: Shapes) -> tuple[dict[str, Entry], dict[str, Entry]]:
@@ -405,6 +434,11 @@ def _numbered(template: str, names: Collection[str]) -> dict[int, str]:
     pattern = _pattern(template)
     matches = ((pattern.fullmatch(name), name) for name in names)
     return dict(sorted((int(match[1]), name) for match, name in matches if match))
+
+
+def _untaken(name: str, free: Collection[str]) -> str:
+    """Advice on a name that is not there: the nearest of the names in no row; without these, another checkpoint."""
+    return nearest(name, free) if free else "all that are there are in other rows: give a checkpoint that has it"
 
 
 def _check_fit(place: str, pair: Pair, ours: Shapes, theirs: Shape) -> None:

@@ -1,7 +1,7 @@
 """A row of a key mapping, and how it is read from a file and written. numpy only."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist.config import ConfigError
@@ -98,6 +98,11 @@ def only_keys(place: str, values: Mapping[str, Any], known: Iterable[str]) -> No
 def toml(value: Any) -> str:
     """A text or a list as TOML, whose texts are JSON's."""
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first five names."""
+    return ", ".join([*names[:5], *(["..."] if names[5:] else [])])
 
 
 def missing_layers(before: str, numbers: Collection[int]) -> list[int]:

@@ -134,6 +134,70 @@ def test_shipped_mappings(
         np.testing.assert_allclose(a, b, rtol=2.0**-21)
 
 
+MISSING = r"row 9: ours = '{}decoder.layers.mlp.wi_1.kernel': no such parameter"
+
+
+def lacking(*names: str) -> Any:
+    """MaxText's tree without these kernels of mlp."""
+    tree = maxtext(hf_tensors())
+    for name in names:
+        del tree["decoder"]["layers"]["mlp"][name]
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        (state(lacking("wi_1")), rf"{MISSING.format('params.params.')}; all that are there .*: give a checkpoint that"),
+        (lacking("wi_1"), MISSING.format("")),
+        (state(lacking("wi_1", "wo")), rf"{MISSING.format('params.params.')}, nor that of row 10; all that are there"),
+        (state(lacking()) | {"params": {"params": lacking("wi_1")}}, MISSING.format("params.params.")),
+        (state(lacking("wi_1") | {"wi_1": np.ones(3)}), rf"{MISSING.format('params.params.')}; .*'?params.params.wi_1"),
+        (state(maxtext(hf_tensors()) | {"token_embedder": {}}), "row 1: ours = 'params.params.token_embedder.embedd"),
+        (state(maxtext(hf_tensors(), axis=None)), "row 2: ours = 'params.params.decoder.layers.pre_s.*, nor that of"),
+        ({"a": np.ones(3)}, "row 1: ours = 'token_embedder.embedding': no such parameter, nor that of row 2, row 3, "),
+    ],
+    ids=["state", "bare", "two", "whole moments", "another name", "the first", "unscanned", "none"],
+)
+def test_tensors_that_a_state_lacks_are_named(tree: Any, says: str, tmp_path: Path) -> None:
+    """As in the file, and not in the moments, which may have them."""
+    with pytest.raises(ConfigError, match=rf"maxtext.toml: {says}"):
+        main([saved(tmp_path / "source", tree), str(tmp_path / "out"), "--mapping", "maxtext"])
+
+
+def test_one_layer_lacks_a_tensor(tmp_path: Path) -> None:
+    tree = maxtext(hf_tensors(), axis=None)
+    del tree["decoder"]["layers_1"]["mlp"]["wi_1"]
+    source = saved(tmp_path / "source", state(tree))
+    with pytest.raises(ConfigError, match=r"2 in row 9.* has no params.params.decoder.layers_1.mlp.wi_1.kernel. Give"):
+        main([source, str(tmp_path / "out"), "--mapping", "maxtext-unscanned"])
+
+
+def test_tensors_of_levanter_and_of_like_that_are_missing(tmp_path: Path) -> None:
+    """A model below an optimizer's state, and torch's side."""
+    tensors = hf_tensors()
+    name = "transformer.layers.stacked.mlp.up_proj.weight"
+    ours = {n: array for n, array in levanter(tensors).items() if n != f"model.{name}"}
+    tree = nested(ours | {n.replace("model.", "optimizer_state.mu.", 1): a for n, a in levanter(tensors).items()})
+    with pytest.raises(
+        ConfigError, match=rf"levanter.toml: row 11: ours = 'model.{name}': no such parameter; all that"
+    ):
+        main([saved(tmp_path / "source", tree), str(tmp_path / "out"), "--mapping", "levanter"])
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "like.safetensors")
+    like = saved(tmp_path / "whole", maxtext(hf_tensors()))
+    with pytest.raises(ConfigError, match=r"row 9: theirs = 'model.layers.1.mlp.up_proj.weight': .* give a checkpoint"):
+        main([str(tmp_path / "like.safetensors"), str(tmp_path / "out"), "--mapping", "maxtext", "--like", like])
+
+
+@pytest.mark.parametrize("beside", ["mu", "ema", "opt_state"])
+def test_weights_are_taken_before_moments_and_averages(beside: str, tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", {beside: maxtext(hf_tensors(1)), "params": maxtext(hf_tensors())})
+    main([source, str(tmp_path / "out"), "--mapping", "maxtext"])
+    found = load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"]
+    assert np.array_equal(found, hf_tensors()["model.norm.weight"])
+
+
 def leaves(tree: Any) -> list[np.ndarray]:
     return [leaf for key in sorted(tree) for leaf in leaves(tree[key])] if isinstance(tree, dict) else [tree]
 
