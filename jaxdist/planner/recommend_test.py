@@ -14,6 +14,7 @@ from jaxdist.command_line.arguments import load
 from jaxdist.config import AXES, STRATEGIES, ConfigError
 from jaxdist.config.errors import DoesNotFit
 from jaxdist.config.hardware import USABLE, hardware
+from jaxdist.conftest import often
 from jaxdist.parallel.sharding import SHARDS, TOKENS
 from jaxdist.planner.plans import Plan, written
 from jaxdist.planner.recommend import COMPARED, REMATS, candidates, none_fits, reasons, recommend
@@ -146,7 +147,7 @@ def recommended(case: str) -> list[Plan]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(CASES, ["llama-3.1-8b on 64, long", "mixtral-8x7b on 64", "resnet-50 on 8"]))
 def test_reasons_are_true(case: str) -> None:
     """Of the first, and of the first that divides the model over each other axis."""
     plans = recommended(case)

@@ -103,12 +103,12 @@ def written_again(folder: Path, content: Any) -> Path:
 @pytest.mark.parametrize(
     ("model", "optimizer", "step"),
     [
-        ("state_dict", "optimizer_state_dict", "global_step"),
-        ("model_state_dict", "optim", "iteration"),
-        ("module", "optimizer", "step"),
         ("state_dict", "optimizer_states.0", "global_step"),
-        ("model", "optimizer_0", "step"),
         ("app.model", "app.optim", "step"),
+        pytest.param("state_dict", "optimizer_state_dict", "global_step", marks=pytest.mark.slow),
+        pytest.param("model_state_dict", "optim", "iteration", marks=pytest.mark.slow),
+        pytest.param("module", "optimizer", "step", marks=pytest.mark.slow),
+        pytest.param("model", "optimizer_0", "step", marks=pytest.mark.slow),
     ],
 )
 def test_parts_are_called_as_in_torch_files(model: str, optimizer: str, step: str, tmp_path: Path) -> None:

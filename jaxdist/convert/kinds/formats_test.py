@@ -374,7 +374,7 @@ class TestCommandLine:
                 assert (tmp_path / f"{kind} back" / file.name).read_bytes() == file.read_bytes(), (kind, file)
 
 
-@pytest.mark.parametrize("kind", often(["hf", *STATEFUL], ["orbax", "dcp"]))
+@pytest.mark.parametrize("kind", often(["hf", *STATEFUL], ["orbax"]))
 def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits and what is converted, as numpy counts it; and where all is read first, it is seen."""
     ahead = 4_000_000
