@@ -106,7 +106,7 @@ def test_a_run_that_diverges_ends_with_1(tmp_path: Path, capfd: pytest.CaptureFi
 def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and moments stay, the schedule continues, and so does the run."""
     path, right = tmp_path / "run", Step.accumulate
-    line = [*SHORT_RUN, "--mesh", "2x2", "--steps", "5", "--checkpoint.every", "1", "--output", str(path)]
+    line = [*SHORT_RUN, "--mesh", "2x1", "--steps", "5", "--checkpoint.every", "1", "--output", str(path)]
     experiment = parse(line, "jaxdist.train", "").experiment
     third = dataset_of(experiment).batch(3, experiment.train.batch, 0).tokens.sum()
 

@@ -174,6 +174,7 @@ def test_validation_goes_by_microbatches_and_chunks(train: Train) -> None:
     assert abs(wrong / whole - 1) > 0.01
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(tmp_path: Path, train: Train) -> None:
     arguments = "--mesh 2x1 --train.steps 2"
     config = train(arguments).folder / "config.toml"

@@ -12,7 +12,7 @@ from jax import lax
 from jaxdist.accounting import exchanges
 from jaxdist.accounting.traffic_test import BOUND, ratios
 from jaxdist.config import Checkpoint, ConfigError
-from jaxdist.conftest import GPT2, often, tiny
+from jaxdist.conftest import GPT2, slow, tiny
 from jaxdist.families.llama.config import Llama
 from jaxdist.parallel import pipeline
 from jaxdist.parallel.mesh import axes_of, make_mesh
@@ -85,7 +85,7 @@ INPUT = 128 * 40 * 4  # bytes of what a stage keeps of a microbatch: T · D numb
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", often(["1F1B", "Interleaved1F1B"], []))
+@pytest.mark.parametrize("schedule", slow(["1F1B", "Interleaved1F1B"]))
 def test_memory_does_not_grow_with_microbatches(schedule: str) -> None:
     few, many = temporary(schedule, 8), temporary(schedule, 32)
     assert many - few < 24 * INPUT / 10  # of a tenth of the inputs of 24 microbatches more
@@ -160,7 +160,7 @@ def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", often(["interleaved", "1F1B", "2x2x2"], []))
+@pytest.mark.parametrize("case", slow(["interleaved", "1F1B", "2x2x2"]))
 def test_evaluates_as_one_device(case: str, batches: Any) -> None:
     p, alone = program(**STAGES[case]), program()
     batch = batches(p.experiment, 1)[0]

@@ -83,7 +83,7 @@ def errors(ended: list[Ended]) -> list[str]:
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process for all eight devices."""
     path = tmp_path_factory.mktemp("runs") / "one"
-    main([*TINY, *MESH, "--record.steps", "2", "--output", str(path)])
+    main([*TINY, *MESH, "--output", str(path)])
     return path
 
 
@@ -91,7 +91,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes under torchrun."""
     path = tmp_path_factory.mktemp("runs") / "two"
-    done = torchrun("-m", "jaxdist.train", *TINY, *MESH, "--record.steps", "2", "--output", str(path))
+    done = torchrun("-m", "jaxdist.train", *TINY, *MESH, "--output", str(path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done: loss") == 1 and done.stdout.count("running on 8 virtual CPU devices of 2") == 1
     assert "Gloo" not in done.stdout
@@ -128,18 +128,17 @@ def assert_same_records(one: Path, two: Path, least: int) -> None:
         np.testing.assert_allclose(second[name], array, rtol=0, atol=1e-11 * max(1, np.abs(array).max()), err_msg=name)
 
 
-def test_a_record_of_two_processes_has_whole_tensors(one: Path, two: Path) -> None:
-    assert_same_records(one, two, least=10)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "context=8"])
-def test_a_record_of_two_processes_has_all_activations(mesh: str, tmp_path: Path) -> None:
-    fields = [*TINY, "--mesh", mesh, "--steps", "2", "--record.steps", "2", "--record.tensors", "all"]
+@pytest.mark.parametrize(
+    ("mesh", "tensors", "least"),
+    [("data=2,fsdp=2,tensor=2", "gradients", 10), ("data=2,fsdp=2,tensor=2", "all", 100), ("context=8", "all", 100)],
+)
+def test_a_record_of_two_processes_has_whole_tensors(mesh: str, tensors: str, least: int, tmp_path: Path) -> None:
+    fields = [*TINY, "--mesh", mesh, "--steps", "2", "--record.steps", "2", "--record.tensors", tensors]
     command = ["-m", "jaxdist.train", *fields, "--output"]
     ended = [*ranks(*command, str(tmp_path / "two")), command_of_one(*command, str(tmp_path / "one"))]
     assert [process.returncode for process in ended] == [0, 0, 0], ended
-    assert_same_records(tmp_path / "one", tmp_path / "two", least=100)
+    assert_same_records(tmp_path / "one", tmp_path / "two", least)
 
 
 def test_the_summary_is_of_all_devices(one: Path, two: Path) -> None:

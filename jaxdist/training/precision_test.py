@@ -67,12 +67,14 @@ def test_gradients_in_bfloat16(model: str, mesh: str) -> None:
     assert max(found.values()) <= BOUND["bf16"], found
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("llama", "2x2"), pytest.param("gpt2", "1x1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "2x2"), ("gpt2", "1x1")])
 def test_gradients_in_float16(model: str, mesh: str) -> None:
     found = errors(model, mesh, policy="fp16", loss_scale=1024.0)
     assert max(found.values()) <= BOUND["fp16"], found
 
 
+@pytest.mark.slow
 def test_gradients_of_a_loss_that_is_too_small_vanish_in_float16() -> None:
     found = errors("llama", policy="fp16", loss_scale=2.0**-10)
     assert max(found.values()) > BOUND["fp16"]

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import AXES, Experiment
-from jaxdist.conftest import GPT2, MIXTRAL, often, tiny
+from jaxdist.conftest import GPT2, MIXTRAL, often, slow, tiny
 from jaxdist.data import IGNORED
 from jaxdist.families.loss import cross_entropy
 from jaxdist.families.mixtral import model as mixtral
@@ -202,7 +202,7 @@ def test_a_ring_of_five(batches: Any, alone: Any) -> None:
     assert loss <= LOSS and state <= STATE
 
 
-@pytest.mark.parametrize("case", often(["fsdp", "2x4", "2x2x2", "ring 2x2x2", "ulysses"], []))
+@pytest.mark.parametrize("case", slow(["fsdp", "2x4", "2x2x2", "ring 2x2x2", "ulysses"]))
 def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": GPT2}
     # The key bias has a true gradient of zero: what reaches it is rounding, and Adam makes steps of that.
@@ -212,7 +212,7 @@ def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     assert loss <= LOSS and state <= STATE
 
 
-@pytest.mark.parametrize("case", often(["tensor", "2x4", "chunks"], ["chunks"]))
+@pytest.mark.parametrize("case", slow(["tensor", "2x4", "chunks"]))
 def test_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": dict(tiny().model.model_dump(), tied=True)}
     loss, state = error(train(tiny(**CASES[case], **sections), batches), alone(batches, **sections))
@@ -237,6 +237,7 @@ def test_mixtures_train_as_on_one_device(case: str, capacity: float, batches: An
     assert experts_differ(case, capacity, batches, alone) <= 1
 
 
+@pytest.mark.slow
 def test_tokens_balanced_by_each_device_are_caught(batches: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its balance alone: each device divides by its own tokens, and counts those that go to an expert of its own."""
     sections = {"model": MIXTRAL | {"capacity": 1.0}}

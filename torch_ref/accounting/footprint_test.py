@@ -68,6 +68,7 @@ def test_rematerialization_shows_in_the_peak(train: Train) -> None:
     assert full["temporary"] < none["temporary"]
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_for_one_reduction_are_whole(train: Train) -> None:
     whole = train("--mesh 1x1").summary["memory"]["gradients"]
     each = "--mesh 2x1 --steps 2 --train.accumulation 2"

@@ -14,10 +14,11 @@ CASES = {
     # One gather for both microbatches, a scatter for each.
     "--mesh 2x1 --strategy zero2 --train.accumulation 2": {"all_gather": 0.5, "reduce_scatter": 1.0},
 }
+DDP, ZERO1, ZERO2 = CASES
 SCALARS = 100  # bytes; the loss, the count of tokens and the norm
 
 
-@pytest.mark.parametrize("arguments", CASES)
+@pytest.mark.parametrize("arguments", [DDP, pytest.param(ZERO1, marks=pytest.mark.slow), ZERO2])
 def test_a_step_sends_what_its_strategy_says(train: Train, arguments: str) -> None:
     summary = train(arguments).summary
     size = summary["parameters"] * 8
