@@ -42,11 +42,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         Console(width=140).print(table)
 
 
-def run(side: str, path: Path, config: Path, overrides: Mapping[str, Any], *arguments: str, xla_flags: str = "") -> Run:
+def run(side: str, path: Path, config: Path, overrides: Mapping[str, Any], *arguments: str) -> Run:
     """Train one side on the CPU into the folder `path`. Raises AssertionError with its output when it fails."""
     flags = [text for name, value in overrides.items() for text in (f"--{name}", str(value))]
     line = ["--config", str(config), "--device", "cpu", "--output", str(path), *flags, *arguments]
-    done = command(TRAIN[side], *line, xla_flags=xla_flags)
+    done = command(TRAIN[side], *line)
     assert done.returncode == 0, f"{side} {' '.join(flags)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return Run(side, path)
 
@@ -65,23 +65,32 @@ def experiments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
+class Start(dict[tuple[str, str], Path]):
+    """Starting weights by side and model, those of a model made when a test first asks for one of them."""
+
+    def __init__(self, make: Callable[[str], dict[str, Path]]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, key: tuple[str, str]) -> Path:
+        self.update({(side, key[1]): path for side, path in self.make(key[1]).items()})
+        return self[key]
+
+
 @pytest.fixture(scope="session")
-def start(experiments: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """The starting weights by side and model: drawn by the JAX side's seed, carried to torch by the conversion tool."""
+def start(experiments: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """The starting weights: drawn by the JAX side's seed, carried to torch by the conversion tool."""
     from jaxdist.convert.__main__ import main as convert
 
-    folders = {}
-    for name, config in experiments.items():
+    def make(name: str) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp(f"start-{name}")
         single = {"steps": 0, "precision": "fp32"}
-        seed = run("jaxdist", folder / "jaxdist", config, single)
+        seed = run("jaxdist", folder / "jaxdist", experiments[name], single)
         convert([str(seed.path), str(folder / "hf"), "--to", "hf"])
-        folders["jaxdist", name] = seed.path
-        folders["transformers", name] = folder / "hf"
-        folders["torch_ref", name] = run(
-            "torch_ref", folder / "torch_ref", config, single, "--init", str(folder / "hf")
-        ).path
-    return folders
+        torch = run("torch_ref", folder / "torch_ref", experiments[name], single, "--init", str(folder / "hf"))
+        return {"jaxdist": seed.path, "transformers": folder / "hf", "torch_ref": torch.path}
+
+    return Start(make)
 
 
 @pytest.fixture(scope="session")
@@ -89,12 +98,9 @@ def runs(
     experiments: dict[str, Path],
     start: dict[tuple[str, str], Path],
     tmp_path_factory: pytest.TempPathFactory,
-    pytestconfig: pytest.Config,
 ) -> Runs:
     """runs(side, model, **settings) -> Run of 20 steps from the common start; the same settings are run once."""
     known: dict[Any, Run] = {}
-    # The same program, compiled in half the time; `-m slow` runs what a user's command would.
-    quick = "" if pytestconfig.option.markexpr == "slow" else "--xla_backend_optimization_level=0"
     folder = tmp_path_factory.mktemp("runs")
 
     def get(side: str, model: str, settings: dict[str, Any]) -> Run:
@@ -103,25 +109,24 @@ def runs(
             path = folder / f"{len(known)}-{side}-{model}"
             wrong = {name: value for name, value in settings.items() if name.startswith("model.")}
             source = mislabelled(start[side, model], folder / f"start-{len(known)}", wrong)
-            known[key] = run(side, path, experiments[model], settings, "--init", str(source), xla_flags=quick)
+            known[key] = run(side, path, experiments[model], settings, "--init", str(source))
         return known[key]
 
     return get
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Runs:
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """mixed(side, model, **settings) -> Run of 20 steps from a common start; the same settings are run once."""
     from jaxdist.convert.__main__ import main as convert
 
-    quick = "" if pytestconfig.option.markexpr == "slow" else "--xla_backend_optimization_level=0"
     folder, known, starts = tmp_path_factory.mktemp("mixed"), dict[Any, Run](), dict[str, Path]()
     write_documents(folder / "documents.jsonl")
 
     def start(model: str, config: Path) -> Path:
         if model not in starts:
             config.write_text(tomli_w.dumps(experiment(model, folder / "documents.jsonl", STEPS)), encoding="utf-8")
-            seed = run("jaxdist", folder / f"{model}-seed", config, {"steps": 0, "precision": "fp32"}, xla_flags=quick)
+            seed = run("jaxdist", folder / f"{model}-seed", config, {"steps": 0, "precision": "fp32"})
             starts[model] = folder / f"{model}-hf"
             convert([str(seed.path), str(starts[model]), "--to", "hf"])
         return starts[model]
@@ -131,7 +136,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
         if key not in known:
             config = folder / f"{model}.toml"
             init = str(start(model, config))
-            known[key] = run(side, folder / f"{len(known)}", config, settings, "--init", init, xla_flags=quick)
+            known[key] = run(side, folder / f"{len(known)}", config, settings, "--init", init)
         return known[key]
 
     return get

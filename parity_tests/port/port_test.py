@@ -75,6 +75,7 @@ def proved(port: Port, folder: Path) -> tuple[Verdict, dict[str, Any]]:
 
 
 class TestExample:
+    @pytest.mark.slow
     def test_a_script_of_thirty_lines(self, tmp_path: Path) -> None:
         """transformers' ViT against the flax one: mapped without an edit, and equivalent on every level."""
         pytest.importorskip("transformers")
@@ -153,7 +154,7 @@ class TestMistakes:
         ("change", "tensor"),
         [
             pytest.param(norm_eps, "activation/vit.layers.1.layernorm_after", marks=pytest.mark.slow),
-            (tanh, "activation/vit.layers.0.mlp.fc2"),
+            pytest.param(tanh, "activation/vit.layers.0.mlp.fc2", marks=pytest.mark.slow),
             pytest.param(unscaled, "activation/vit.layers.1.attention.o_proj", marks=pytest.mark.slow),
             (stopped, "activation_gradient/vit.layers.0.layernorm_before"),
         ],

@@ -55,9 +55,8 @@ def test_transformers_trains_the_same(runs: Runs, model: str, mesh: str) -> None
     assert_same_training(ours, theirs, model)
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh"), [("mixtral", "hybrid"), pytest.param("qwen3_moe", "ddp", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh"), [("mixtral", "hybrid"), ("qwen3_moe", "ddp")])
 def test_a_mixture_of_transformers_trains_the_same(mixed: Runs, model: str, mesh: str) -> None:
     """Each expert's gradients and moments, the balance being that of the whole batch; another weight of it is seen."""
     ours = mixed(JAX, model, ONE | RECORD | {"model.capacity": 0})

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,17 @@ def named(wrong: Loop, right: Finished) -> Diagnosis | None:
     """The cause by which a loop differs from the right one in float64."""
     ours, theirs = replace(right, experiment=wrong.experiment), wrong.run("theirs")
     return diagnose(evidence(ours, theirs, {n: np.full(STEPS, floor) for n, floor in compare.FLOOR.items()}))
+
+
+def often(rows: Sequence[tuple[Any, ...]], each: int = 2) -> list[Any]:
+    """Parameters (loop, cause, ...), those marked slow that `each` rows above have the same cause as."""
+    known: Counter[str] = Counter()
+    parameters = []
+    for loop, cause, *rest in rows:
+        marks = [pytest.mark.slow] if known[cause] >= each else []
+        parameters.append(pytest.param(loop, cause, *rest, id=loop.__name__, marks=marks))
+        known[cause] += 1
+    return parameters
 
 
 def evidence(ours: Finished, theirs: Finished, bounds: Mapping[str, np.ndarray]) -> Evidence:
@@ -95,7 +107,7 @@ NAMED = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("loop", "cause", "step", "how"), NAMED, ids=[loop.__name__ for loop, *_ in NAMED])
+@pytest.mark.parametrize(("loop", "cause", "step", "how"), often(NAMED))
 def test_the_cause_is_named(
     documents: Path, right: Finished, loop: type[Loop], cause: str, step: int, how: str
 ) -> None:
@@ -123,9 +135,7 @@ def clipped_from_two(documents: Path) -> Finished:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("loop", "cause", "step", "how"), CLIPPED_FROM_TWO, ids=[loop.__name__ for loop, *_ in CLIPPED_FROM_TWO]
-)
+@pytest.mark.parametrize(("loop", "cause", "step", "how"), often(CLIPPED_FROM_TWO, each=1))
 def test_a_mistake_that_begins_where_the_clip_is_first_reached_is_named(
     documents: Path, clipped_from_two: Finished, loop: type[Loop], cause: str, step: int, how: str
 ) -> None:
@@ -215,7 +225,7 @@ def single(documents: Path) -> tuple[Finished, Finished]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("loop", "cause", "how"), ROUNDED, ids=[loop.__name__ for loop, *_ in ROUNDED])
+@pytest.mark.parametrize(("loop", "cause", "how"), often(ROUNDED, each=1))
 def test_the_cause_is_named_in_float32(
     documents: Path, single: tuple[Finished, Finished], loop: type[Loop], cause: str, how: str
 ) -> None:

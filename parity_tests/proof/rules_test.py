@@ -13,7 +13,7 @@ from torch import nn
 
 from parity_tests.proof import batches, rules
 from parity_tests.proof.causes import Diagnosis, diagnose
-from parity_tests.proof.causes_test import documents  # noqa: F401
+from parity_tests.proof.causes_test import documents, often  # noqa: F401
 from parity_tests.proof.evidence import UPDATE, Evidence, Rules, Search
 from parity_tests.runs import compare
 from parity_tests.validation import loops
@@ -110,16 +110,16 @@ class RAdam(Replaced):
 COUPLED = "weight decay in the gradient (coupled, L2) of 0.1"
 NAMED = [
     (loops.Eps, UPDATE, 1, "an update with eps 1e-05 gives"),
+    (NAdamOfDefaults, UPDATE, 1, f"an update by NAdam with betas 0.9 and 0.999 with {COUPLED} gives"),
+    (Unknown, UPDATE, 1, "other rules tried gives their losses"),
     (loops.EpsFromTwo, UPDATE, 2, "an update with eps 1e-05 gives"),
     (EpsInside, UPDATE, 1, "an update with eps 1e-08 inside the root gives"),
     (EpsEarly, UPDATE, 1, "with eps added to the root before its bias correction gives"),
     (NoBiasCorrection, UPDATE, 1, "an update without bias correction gives"),
     (AMSGrad, UPDATE, 2, "an update by AMSGrad gives"),
     (NAdamDecoupled, UPDATE, 1, "an update by NAdam gives"),
-    (NAdamOfDefaults, UPDATE, 1, f"an update by NAdam with betas 0.9 and 0.999 with {COUPLED} gives"),
     (RAdam, UPDATE, 1, f"an update by RAdam with {COUPLED} or by RAdam with betas 0.9 and 0.999 with"),
     (loops.RateAppliedTwice, UPDATE, 1, "with 2 times the logged learning rate gives"),
-    (Unknown, UPDATE, 1, "other rules tried gives their losses"),
     (loops.NoDecay, rules.DECAY, 1, "an update with weight decay 0 gives"),
     (loops.Coupled, rules.DECAY, 1, f"an update with {COUPLED} gives"),
     (loops.EmbeddingNotDecayed, rules.DECAY, 1, "embed.weight of theirs differs"),
@@ -155,7 +155,7 @@ def named(wrong: Loop, right: Finished) -> Diagnosis | None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("loop", "cause", "step", "how"), NAMED, ids=[loop.__name__ for loop, *_ in NAMED])
+@pytest.mark.parametrize(("loop", "cause", "step", "how"), often(NAMED, each=3))
 def test_the_rule_of_the_update_is_named(
     documents: Path,  # noqa: F811
     right: Finished,

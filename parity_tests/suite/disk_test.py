@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxdist.conftest import often
 from jaxdist.runs.checkpoints import UNFINISHED, damage, steps_in
 from jaxdist.runs.folder import read_metrics
 from parity_tests.runs.forkserver import TRAIN
@@ -50,7 +51,7 @@ def assert_whole(path: Path) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("side", [SIDES[0], pytest.param(SIDES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
 def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(side: str, disk: Path, tmp_path: Path) -> None:
     path, straight = disk / "run", tmp_path / "straight"
     done = train(side, path)
@@ -69,7 +70,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(side: str, disk:
     assert [record["step"] for record in read_metrics(path)] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", often(SIDES, ["torch_ref"]))
 def test_a_run_may_go_on_without_its_checkpoints(side: str, disk: Path) -> None:
     go_on = ["--checkpoint.failure", "go on"]
     done = train(side, disk / "run", *go_on)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxdist.conftest import often
 from jaxdist.runs.checkpoints import UNFINISHED
 from jaxdist.runs.folder import read_metrics
 from parity_tests.runs.forkserver import TRAIN
@@ -73,9 +74,7 @@ def wait_for(moment: str, running: "subprocess.Popen[str]", path: Path) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_a_run_survives_being_killed(tmp_path: Path, side: str, kills: int) -> None:
+def survive(tmp_path: Path, side: str, kills: int) -> None:
     """Nothing is lost but the steps since the last checkpoint; weights, moments and metrics end equal to the bit."""
     path = tmp_path / "killed"
     for _, (moment, seconds) in zip(range(kills), moments(kills), strict=False):
@@ -93,3 +92,15 @@ def test_a_run_survives_being_killed(tmp_path: Path, side: str, kills: int) -> N
     timeless = [[{k: v for k, v in r.items() if "second" not in k} for r in run.metrics] for run in (killed, straight)]
     assert timeless[0] == timeless[1] and [record["step"] for record in timeless[0]] == list(range(1, last + 1))
     assert not any(UNFINISHED in entry.name for entry in (path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_survives_being_killed_often(tmp_path: Path, side: str) -> None:
+    survive(tmp_path, side, kills=50)
+
+
+@pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
+def test_a_run_survives_being_killed(tmp_path: Path, side: str) -> None:
+    survive(tmp_path, side, kills=5)

@@ -1,9 +1,6 @@
 """Dynamic loss scaling against `torch.amp.GradScaler`: its rule, runs with overflows at chosen steps, and the change
 of backends between them."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,8 @@ from jaxdist.train import main
 from jaxdist.training import loss_scale
 from jaxdist.training.step import Step, TrainState
 from parity_tests.runs import compare
-from parity_tests.runs.run import Run
+from parity_tests.runs.forkserver import TRAIN
+from parity_tests.runs.run import Run, command
 
 pytestmark = pytest.mark.long
 
@@ -48,7 +46,6 @@ def overflown(optimizer):
         local(optimizer.parameters["norm.weight"].grad).mul_(float("inf"))
     return unscale(optimizer)
 train.train_step, optim.Optimizer.unscale = at, overflown
-train.exit_codes(train.main)
 """
 
 
@@ -70,8 +67,7 @@ def line(config: Path, folder: Path, steps: int, *more: str) -> list[str]:
 
 
 def torch_run(*arguments: str) -> None:
-    code = [sys.executable, "-c", OVERFLOW, *arguments]
-    done = subprocess.run(code, env=os.environ, capture_output=True, text=True, timeout=240)
+    done = command("parity_tests.runs.planted", OVERFLOW, TRAIN["torch_ref"], *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

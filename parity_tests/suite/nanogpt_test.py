@@ -18,7 +18,6 @@ pytestmark = pytest.mark.long
 
 NANOGPT = MODELS["gpt2"] | {"gelu": "exact", "bias": False}
 STEPS = 6
-QUICK = "--xla_backend_optimization_level=0"
 
 
 def test_both_sides_train_it_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,12 +26,12 @@ def test_both_sides_train_it_alike(tmp_path: Path, capsys: pytest.CaptureFixture
     write_documents(documents)
     values = experiment("gpt2", documents, STEPS) | {"model": NANOGPT}
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
-    seed = run("jaxdist", tmp_path / "seed", config, {"steps": 0, "precision": "fp32"}, xla_flags=QUICK)
+    seed = run("jaxdist", tmp_path / "seed", config, {"steps": 0, "precision": "fp32"})
     assert not any(name.endswith(".bias") for name in seed.states)
     convert([str(seed.path), str(tmp_path / "hf"), "--to", "hf", "--verify"])
     assert "logits of a probe batch" in (said := capsys.readouterr().out) and "of TARGET by transformers" in said
     mesh = {"mesh": "2x2", "parallel.sequence": True}
-    ours = run("jaxdist", tmp_path / "jax", config, mesh, "--init", str(seed.path), xla_flags=QUICK)
+    ours = run("jaxdist", tmp_path / "jax", config, mesh, "--init", str(seed.path))
     theirs = run("torch_ref", tmp_path / "torch", config, mesh, "--init", str(tmp_path / "hf"))
     assert max(differences(ours, theirs, "llama").values()) <= 1  # no biases of keys, whose gradient is rounding
 
@@ -56,7 +55,7 @@ def test_from_a_checkpoint_to_a_proof(tmp_path: Path) -> None:
 
     convert([str(tmp_path / "ckpt.pt"), str(tmp_path / "run")])
     going = {"data.path": data, "data.validation": 0.0, "train.validation_batches": 0}
-    resumed = run("jaxdist", tmp_path / "run", tmp_path / "run" / "config.toml", going, "--resume", xla_flags=QUICK)
+    resumed = run("jaxdist", tmp_path / "run", tmp_path / "run" / "config.toml", going, "--resume")
     assert [record["step"] for record in resumed.metrics] == [4, 5, 6]
     for ours, theirs in zip(resumed.metrics, told[nanogpt.SAVED :], strict=True):
         for name in ("loss", "grad_norm", "learning_rate"):

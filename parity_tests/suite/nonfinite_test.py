@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jaxdist.config import ConfigError
+from jaxdist.conftest import slow
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.finite import BLOCK, bad_values
 from jaxdist.formats.finite import BadValues, check_counts, of_weights
@@ -109,7 +110,7 @@ def test_what_one_stage_reads_is_told_by_all_ranks(bad: Path, train: Train, tmp_
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize("kind", ["orbax", "dcp", "hf", "torch"])
+@pytest.mark.parametrize("kind", ["orbax", "dcp", *slow(["hf", "torch"])])
 def test_all_name_a_layers_tensor_alike(kind: str, bad: Path, train: Train, tmp_path: Path) -> None:
     """As the source calls it, with the layer where its array has all of them."""
     own = {"orbax": "layers.mlp.up_proj.kernel[1]", "dcp": "layers.1.mlp.up_proj.weight"}

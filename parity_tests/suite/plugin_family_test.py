@@ -17,7 +17,7 @@ from parity_tests.conftest import run
 from parity_tests.runs import compare
 from parity_tests.runs.run import Run, command
 from parity_tests.suite import plugins_test
-from parity_tests.suite.plugins_test import QUICK, on_path
+from parity_tests.suite.plugins_test import on_path
 
 assert on_path  # a fixture
 CONFIG: dict[str, Any] = {
@@ -40,7 +40,7 @@ def folder(on_path: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("family")
     (folder / "config.toml").write_text(tomli_w.dumps(CONFIG), encoding="utf-8")
     drawn = {"steps": 0, "mesh": "1x1", "precision": "fp32"}
-    seed = run("jaxdist", folder / "seed", folder / "config.toml", drawn, xla_flags=QUICK)
+    seed = run("jaxdist", folder / "seed", folder / "config.toml", drawn)
     done = command("jaxdist.convert", str(seed.path), str(folder / "hf"), "--to", "hf")
     assert done.returncode == 0, done.stderr
     return folder
@@ -54,7 +54,7 @@ def ours(folder: Path) -> Run:
 def trained(side: str, folder: Path, settings: dict[str, Any]) -> Run:
     init = ("--init", str(folder / "hf"))
     name = "-".join([side, *map(str, settings.values())])
-    return run(side, folder / name, folder / "config.toml", settings, *init, xla_flags=QUICK)
+    return run(side, folder / name, folder / "config.toml", settings, *init)
 
 
 def test_both_sides_agree(folder: Path, ours: Run) -> None:
@@ -67,7 +67,7 @@ def test_both_sides_agree(folder: Path, ours: Run) -> None:
 def test_its_own_options_and_names(folder: Path, ours: Run, tmp_path: Path) -> None:
     """A flag of its model section changes the model; all of its names in files, there and back to the bit."""
     drawn = {"steps": 1, "model.rotated": 8}  # the same starting weights, as the seed of `hf` draws them
-    other = run("jaxdist", tmp_path / "other", folder / "config.toml", drawn, xla_flags=QUICK)
+    other = run("jaxdist", tmp_path / "other", folder / "config.toml", drawn)
     assert other.experiment.model.model_dump()["rotated"] == 8
     assert abs(other.metrics[0]["loss"] / ours.metrics[0]["loss"] - 1) > 1e-4
     weights = load_file(folder / "hf" / "model.safetensors")
@@ -91,5 +91,5 @@ def test_it_is_evaluated_and_planned(folder: Path, ours: Run) -> None:
 @pytest.mark.slow
 def test_its_proof(folder: Path, tmp_path: Path) -> None:
     flags = ["--config", str(folder / "config.toml"), "--init", str(folder / "hf"), "--device", "cpu"]
-    done = command("parity_tests", *flags, "--output", str(tmp_path / "proof"), xla_flags=QUICK)
+    done = command("parity_tests", *flags, "--output", str(tmp_path / "proof"))
     assert done.returncode == 0 and "Equivalent" in done.stdout, done.stdout + done.stderr

@@ -46,7 +46,6 @@ CONFIG: dict[str, Any] = {
     "parallel": {"mesh": "2x4", "strategy": "fsdp_once"},
     "precision": {"policy": "fp64"},
 }  # fmt: skip
-QUICK = "--xla_backend_optimization_level=0"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def folder(on_path: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "config.toml").write_text(tomli_w.dumps(CONFIG), encoding="utf-8")
     drawn = {"steps": 0, "mesh": "1x1", "precision": "fp32", "optimizer.decay_steps": 0}
-    seed = run("jaxdist", folder / "seed", folder / "config.toml", drawn, xla_flags=QUICK)
+    seed = run("jaxdist", folder / "seed", folder / "config.toml", drawn)
     convert([str(seed.path), str(folder / "hf"), "--to", "hf"])
     from toy_plugin import checkpoint  # type: ignore[import-not-found]
 
@@ -92,7 +91,7 @@ def theirs(folder: Path) -> Run:
 def trained(side: str, folder: Path, settings: dict[str, Any]) -> Run:
     init = ("--init", str(folder / "weights.toy"))
     name = "-".join([side, *map(str, settings.values())])
-    return run(side, folder / name, folder / "config.toml", settings, *init, xla_flags=QUICK)
+    return run(side, folder / name, folder / "config.toml", settings, *init)
 
 
 TABLES: tuple[Registry[Any], ...] = (
@@ -158,7 +157,7 @@ def test_a_run_goes_on_in_torch_and_a_config_needs_no_flag(half: Run, theirs: Ru
 def test_a_run_resumes_in_jax(half: Run, ours: Run, tmp_path: Path) -> None:
     resumed = Run("jaxdist", shutil.copytree(half.path, tmp_path / "run"))
     flags = ["--resume", str(resumed.path), "--steps", str(STEPS), "--device", "cpu"]
-    done = command("jaxdist.train", *flags, xla_flags=QUICK)
+    done = command("jaxdist.train", *flags)
     assert done.returncode == 0, done.stderr
     assert set(compare.states(resumed.states, ours.states).values()) == {0}
 
@@ -180,7 +179,7 @@ def test_weights_are_converted_to_the_bit(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_its_proof(folder: Path, tmp_path: Path) -> None:
     flags = ["--config", str(folder / "config.toml"), "--init", str(folder / "weights.toy"), "--device", "cpu"]
-    done = command("parity_tests", *flags, "--output", str(tmp_path / "proof"), xla_flags=QUICK)
+    done = command("parity_tests", *flags, "--output", str(tmp_path / "proof"))
     assert done.returncode == 0 and "Equivalent" in done.stdout, done.stdout + done.stderr
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError
+from jaxdist.conftest import often
 from parity_tests.conftest import Runs, as_if_on
 from parity_tests.proof import bisect
 from parity_tests.proof.proof import Proof
@@ -32,6 +33,8 @@ CULPRITS = {
     "model.window": (21, "activation/layers.0.attention.attended", 1),
     "model.rope_scaling": ("none", "activation/layers.0.attention.q_rotated", 1),
 }
+# Another field changes the same kind of tensor as each of these.
+ALIKE = {"optimizer.beta2", "model.norm_eps", "model.rope_scaling"}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,7 @@ def test_both_sides_record_the_same(runs: Runs, model: str, settings: dict[str, 
         assert bisect.exact(a, b, step, NOISE, model == "gpt2") is None
 
 
-@pytest.mark.parametrize("field", CULPRITS)
+@pytest.mark.parametrize("field", often(CULPRITS, CULPRITS.keys() - ALIKE))
 def test_the_first_tensor_is_named(runs: Runs, field: str) -> None:
     value, culprit, step = CULPRITS[field]
     right = runs("jaxdist", "llama", MESHES["1x1"] | RECORD)

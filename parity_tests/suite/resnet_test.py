@@ -36,11 +36,10 @@ Imaged = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def imaged(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Imaged:
+def imaged(tmp_path_factory: pytest.TempPathFactory) -> Imaged:
     """imaged(side, settings) -> Run of 20 steps from a common start; the same settings are run once."""
     from jaxdist.convert.__main__ import main as convert
 
-    quick = "" if pytestconfig.option.markexpr == "slow" else "--xla_backend_optimization_level=0"
     folder, known = tmp_path_factory.mktemp("images"), dict[Any, Run]()
     write_images(folder / "images.npz")
     values = {
@@ -56,7 +55,7 @@ def imaged(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
         path = folder / f"start-{block}"
         if not path.exists():
             settings = {"steps": 0, "precision": "fp32", "model.block": block}
-            seed = run(JAX, folder / f"seed-{block}", folder / "resnet.toml", settings, xla_flags=quick)
+            seed = run(JAX, folder / f"seed-{block}", folder / "resnet.toml", settings)
             convert([str(seed.path), str(path), "--to", "hf"])
         return path
 
@@ -65,7 +64,7 @@ def imaged(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
         if key not in known:
             init = str(start(settings.get("model.block", "bottleneck")))
             path = folder / f"{len(known)}"
-            known[key] = run(side, path, folder / "resnet.toml", settings, "--init", init, xla_flags=quick)
+            known[key] = run(side, path, folder / "resnet.toml", settings, "--init", init)
         return known[key]
 
     return get

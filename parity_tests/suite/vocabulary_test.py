@@ -43,7 +43,6 @@ MODELS: dict[str, Model] = {
 SIDES = ("jaxdist", "torch_ref")
 PLAIN: dict[str, Any] = {"mesh": "1x1"}
 PADDED: dict[str, Any] = {"mesh": "1x2", "model.vocab_multiple": 4}
-QUICK = "--xla_backend_optimization_level=0"
 SAME = 1e-12
 OF_TOKENS = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
 
@@ -93,15 +92,15 @@ def check_grown(found: dict[str, np.ndarray], old: dict[str, np.ndarray], size: 
         np.testing.assert_allclose(new, np.broadcast_to(array.mean(0), new.shape), rtol=SAME, atol=1e-15)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("llama", 1), ("gpt2", 3)])
+@pytest.mark.parametrize(("name", "chunks"), [pytest.param("llama", 1, marks=pytest.mark.slow), ("gpt2", 3)])
 def test_padding_changes_nothing(name: str, chunks: int, made: TwoRuns, tmp_path: Path) -> None:
     """Losses, norms and weights, under tensor parallelism, whether the loss is computed at once or in chunks."""
     config, hf = made(name)
     padded = PADDED | {"memory.loss_chunks": chunks}
-    plain = run("jaxdist", tmp_path / "plain", config, PLAIN, "--init", str(hf), xla_flags=QUICK)
+    plain = run("jaxdist", tmp_path / "plain", config, PLAIN, "--init", str(hf))
     right, weights = curve(plain), exported(plain.path, tmp_path / "plain-hf")
     for side in SIDES:
-        done = run(side, tmp_path / side, config, padded, "--init", str(hf), xla_flags=QUICK)
+        done = run(side, tmp_path / side, config, padded, "--init", str(hf))
         np.testing.assert_allclose(curve(done), right, rtol=SAME)
         found = exported(done.path, tmp_path / f"{side}-hf")
         assert rows(found) == {V} and read_model(tmp_path / f"{side}-hf").vocab == V
@@ -113,10 +112,10 @@ def test_new_tokens_begin_as_the_mean_and_are_trained(made: TwoRuns, tmp_path: P
     config, hf = made("llama")
     larger, old, found = PADDED | {"model.vocab": V + 2}, load_file(hf / SINGLE), {}
     for side in SIDES:
-        begun = run(side, tmp_path / side / "begun", config, larger | {"steps": 0}, "--init", str(hf), xla_flags=QUICK)
+        begun = run(side, tmp_path / side / "begun", config, larger | {"steps": 0}, "--init", str(hf))
         start = exported(begun.path, tmp_path / side / "begun-hf")
         check_grown(start, old, V + 2)
-        done = run(side, tmp_path / side / "done", config, larger, "--init", str(begun.path), xla_flags=QUICK)
+        done = run(side, tmp_path / side / "done", config, larger, "--init", str(begun.path))
         end = exported(done.path, tmp_path / side / "done-hf")
         assert all((end[name][V:] != start[name][V:]).all() for name in OF_TOKENS[:2])  # each has its probability
         found[side] = curve(done)
@@ -134,7 +133,7 @@ def test_a_checkpoint_is_padded_otherwise(made: TwoRuns, tmp_path: Path) -> None
         check_grown(exported(tmp_path / side / "source", tmp_path / side / "source-hf"), old, V)
         settings = {"model.vocab": V + 3, "model.vocab_multiple": 32, "steps": 0}
         line = ("--init", str(tmp_path / side / "source"))
-        other = run(side, tmp_path / side / "other", config, settings, *line, xla_flags=QUICK)
+        other = run(side, tmp_path / side / "other", config, settings, *line)
         check_grown(exported(other.path, tmp_path / side / "other-hf"), old, V + 3)
 
 
