@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = in_steps(arguments.experiment)
     folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
     experiment = folder.experiment if folder else experiment
-    plan = launch.plan(experiment.parallel, arguments.device)
+    with launch.reported_once():
+        plan = launch.plan(experiment.parallel, arguments.device)
+    launch.meet(plan)
     experiment.check_mesh(plan.axes)
     rule_of(experiment.optimizer)  # of a plugin, it may have no row on torch's side
     module_of(experiment.model)

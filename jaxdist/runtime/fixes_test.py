@@ -29,6 +29,11 @@ ROUNDS = 4  # fixes that may be needed one after another; more are a circle
 ENVIRONMENTS: list[Environment] = [
     *(TORCHRUN | {name: "many"} for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", PORT)),
     TORCHRUN | {"RANK": "4"},
+    TORCHRUN | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+    TORCHRUN | {"LOCAL_RANK": "4"},
+    PLAIN | {"JAX_LOCAL_PROCESS_ID": "-1"},
+    SLURM | {"SLURM_LOCALID": "many"},
+    OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
     TORCHRUN | {"WORLD_SIZE": "0", "RANK": "0"},
     {"WORLD_SIZE": "4", "RANK": "0"},
     TORCHRUN | {"MASTER_ADDR": ""},
@@ -69,8 +74,9 @@ def refusal(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> str:
         for name, value in environment.items():
             here.setenv(name, value) if value else here.delenv(name, raising=False)
         try:
-            launched()
+            launch = launched()
             patience()
+            return launch.refusal if launch else ""
         except ConfigError as error:
             return str(error)
     return ""

@@ -27,6 +27,8 @@ VARIABLES = {
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
 ADDRESS, PORT = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT"
+NO_RANK = -1  # of a process whose number makes no sense
+LOCAL_SIZES = {"torchrun": "LOCAL_WORLD_SIZE", "Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE"}
 SECONDS = 40  # for all to come
 
 
@@ -40,6 +42,8 @@ class Launch:
     local_rank: int
     coordinator: tuple[str, int]
     """Host and port at which the first process can be reached."""
+    refusal: str = ""
+    """What makes no sense of the variables of this process; it may be known to no other."""
 
     @property
     def address(self) -> str:
@@ -50,20 +54,50 @@ class Launch:
 def launched() -> Launch | None:
     """This process in its launcher's world; None without a launcher, or with one process.
 
-    Raises ConfigError for variables that make no sense.
+    Where variables make no sense, it has a `refusal`. Raises ConfigError where such a process can reach no other.
     """
-    found = (launcher for launcher, names in VARIABLES.items() if os.environ.keys() >= set(names[:2]))
-    if launcher := next(found, None):
-        names = VARIABLES[launcher]
-        size, rank, local_rank = (whole_number(name) for name in names)
+    known = (launcher for launcher, names in VARIABLES.items() if os.environ.keys() >= set(names[:2]))
+    if launcher := next(known, None):
+        try:
+            size, rank, local_rank = _numbers(launcher)
+        except ConfigError as error:
+            return _refusing(launcher, error)
     elif os.environ.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} and find_spec("kubernetes"):
-        launcher, names = "Kubernetes", ("the job's parallelism", "JOB_COMPLETION_INDEX", "")
-        size, rank, local_rank = asked(launcher)[1], whole_number(names[1]), 0
+        launcher, name = "Kubernetes", "JOB_COMPLETION_INDEX"
+        size, rank, local_rank = asked(launcher)[1], whole_number(name), 0
+        _check_below(name, rank, "the job's parallelism", size)
     else:
         return None
-    if rank >= size:
-        raise ConfigError(f"{names[1]} = {rank}: must be below {names[0]} = {size}; let the launcher set both")
     return Launch(launcher, size, rank, local_rank, coordinator(launcher)) if size > 1 else None
+
+
+def _numbers(launcher: str) -> tuple[int, int, int]:
+    """The number of processes, that of this one, and that on its machine. Raises ConfigError."""
+    names = VARIABLES[launcher]
+    size, rank, local_rank = (whole_number(name) for name in names)
+    _check_below(names[1], rank, names[0], size)
+    here = LOCAL_SIZES.get(launcher, "")
+    here = here if here in os.environ else names[0]
+    _check_below(names[2], local_rank, here, whole_number(here))
+    return size, rank, local_rank
+
+
+def _check_below(name: str, number: int, of: str, size: int) -> None:
+    if number >= size:
+        raise ConfigError(f"{name} = {number}: must be below {of} = {size}; let the launcher set both")
+
+
+def _refusing(launcher: str, error: ConfigError) -> Launch:
+    """This process, of which variables make no sense, on its way to the first one, which tells the others. Raises
+    `error` where it is alone or knows no way."""
+    size, rank = (os.environ[name] for name in VARIABLES[launcher][:2])
+    number = int(rank) if rank.isdecimal() else NO_RANK
+    if size == "1":
+        raise error
+    try:
+        return Launch(launcher, 0, number, 0, coordinator(launcher), str(error))
+    except ConfigError:
+        raise error from None
 
 
 def coordinator(launcher: str) -> tuple[str, int]:

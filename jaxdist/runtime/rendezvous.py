@@ -22,6 +22,7 @@ from jaxdist.config import ConfigError, TrainingError
 from jaxdist.config.errors import code_of
 from jaxdist.runtime.launcher import ADDRESS, PORT, VARIABLES, Launch, patience
 
+FEW = 16  # processes, where their number makes no sense
 LATER = 5  # seconds after which the others give up: the first knows best who is missing
 HEARD = 1.0  # seconds: launchers end all processes when one ends, so what is to be said is said before
 
@@ -38,6 +39,7 @@ class Present(NamedTuple):
     size: int
     host: str
     arguments: list[str]
+    refusal: str = ""
 
 
 def rendezvous(launch: Launch, arguments: Sequence[str]) -> tuple[list[int], "Contact"]:
@@ -47,8 +49,8 @@ def rendezvous(launch: Launch, arguments: Sequence[str]) -> tuple[list[int], "Co
     Processes of another number, with the same rank or other arguments are found out too. Raises ConfigError and
     TrainingError; ends processes that have nothing to say, with the same code.
     """
-    me = Present(launch.rank, launch.size, socket.gethostname(), list(arguments))
-    until = time.monotonic() + patience()
+    me = Present(launch.rank, launch.size, socket.gethostname(), list(arguments), launch.refusal)
+    until = time.monotonic() + (LATER if me.refusal else patience())
     hosts, connections = _call(launch, me, until) if launch.rank == 0 else _answer(launch, me, until + LATER)
     here = [rank for rank, host in enumerate(hosts) if host == me.host]
     return here, Contact(launch, connections, speaks=launch.rank in (0, min(set(here) - {0}, default=0)))
@@ -58,10 +60,10 @@ def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[in
     """The first process: hear all, and tell each of them all hosts, or that something is wrong."""
     came: dict[int, Present] = {0: me}
     connections: list[socket.socket] = []
-    wrong: ConfigError | TrainingError | None = None
+    wrong: ConfigError | TrainingError | None = ConfigError(me.refusal) if me.refusal else None
     with ExitStack() as stack:
         listener = stack.enter_context(_listener(launch))
-        while len(came) < launch.size and not wrong and (left := until - time.monotonic()) > 0:
+        while (len(came) < launch.size or me.refusal) and (left := until - time.monotonic()) > 0:
             listener.settimeout(left)
             try:
                 connection = stack.enter_context(listener.accept()[0])
@@ -74,7 +76,8 @@ def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[in
                 connection.close()
                 continue
             connections.append(connection)
-            wrong = mismatch(launch, me, other, came)
+            if not wrong and (wrong := mismatch(launch, me, other, came)):
+                until = min(until, time.monotonic() + LATER)  # for the others to come and hear it
             came[other.rank] = other
         if not wrong and (missing := [str(rank) for rank in range(launch.size) if rank not in came]):
             those = f"process {', '.join(missing)}" if len(missing) < 9 else f"{len(missing)} others"
@@ -98,6 +101,8 @@ def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[in
 def mismatch(launch: Launch, me: Present, other: Present, came: Mapping[int, Present]) -> ConfigError | None:
     """The complaint of the first process, `me`, about a process that connected; None without one."""
     who = f"process {other.rank}, on {other.host},"
+    if other.refusal:
+        return ConfigError(f"on {other.host}: {other.refusal}")
     if other.size != me.size:
         return ConfigError(
             f"{who} was started as one of {other.size} processes, the first as one of {me.size}; tell all the same"
@@ -126,8 +131,10 @@ def _listener(launch: Launch) -> socket.socket:
     port = launch.coordinator[1]
     try:
         if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=launch.size, dualstack_ipv6=True)
-        return socket.create_server(("", port), backlog=launch.size)
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=launch.size or FEW, dualstack_ipv6=True
+            )
+        return socket.create_server(("", port), backlog=launch.size or FEW)
     except OSError as error:
         raise ConfigError(
             f"port {port}, at which the {launch.size} processes meet: {error.strerror}; give all of them a free one by "
@@ -150,6 +157,8 @@ def _answer(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[
         except (OSError, ValueError) as error:  # not there yet, a name not known yet, or another program at its port
             reason = error
         if time.monotonic() > until:
+            if me.refusal:
+                raise ConfigError(me.refusal)
             if launch.local_rank:
                 _leave(1)
             raise TrainingError(

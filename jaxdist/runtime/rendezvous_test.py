@@ -12,7 +12,7 @@ import pytest
 from jaxdist.config import ConfigError, TrainingError
 from jaxdist.conftest import free_port
 from jaxdist.runtime import rendezvous
-from jaxdist.runtime.launcher import Launch
+from jaxdist.runtime.launcher import NO_RANK, Launch
 from jaxdist.runtime.rendezvous import Present, _answer, _call
 
 ARGUMENTS = ["--mesh", "2x4"]
@@ -59,6 +59,31 @@ def test_what_is_wrong_is_said_by_the_first(others: list[Present], kind: type[Ex
     first, *rest = meet(*others, size=3, seconds=0.5)
     assert isinstance(first, kind) and message in str(first)
     assert [type(other) for other in rest] == [SystemExit] * len(others)
+
+
+REFUSAL = "LOCAL_RANK = 'many': must be a whole number; unset it, or let the launcher set it"
+
+
+@pytest.mark.parametrize("number", [2, NO_RANK])
+def test_a_process_whose_variables_make_no_sense_is_reported_by_the_first(number: int) -> None:
+    others = Present(number, 0, "b", ARGUMENTS, REFUSAL), Present(1, 3, "b", ARGUMENTS)
+    first, *rest = meet(*others, size=3, seconds=2)
+    assert isinstance(first, ConfigError) and str(first) == f"on b: {REFUSAL}"
+    assert [getattr(other, "code", None) for other in rest] == [2, 2]
+
+
+def test_what_all_have_wrong_is_reported_once() -> None:
+    refusing = [Present(rank, 0, "a", ARGUMENTS, REFUSAL) for rank in range(3)]
+    first, *rest = meet(*refusing[1:], size=3, first=refusing[0], seconds=1)
+    assert isinstance(first, ConfigError) and str(first) == REFUSAL
+    assert [getattr(other, "code", None) for other in rest] == [2, 2]
+
+
+def test_a_process_that_reaches_no_other_reports_its_variables_itself() -> None:
+    launch = Launch("torchrun", 0, 1, 0, ("localhost", free_port()), REFUSAL)
+    with pytest.raises(ConfigError) as error:
+        _answer(launch, Present(1, 0, "b", ARGUMENTS, REFUSAL), time.monotonic() + 0.3)
+    assert str(error.value) == REFUSAL
 
 
 def test_strangers_are_passed_over() -> None:

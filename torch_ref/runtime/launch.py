@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jaxdist.config import ConfigError, Parallel, TrainingError, exit_codes, whole_number
 from jaxdist.runs.signals import SAVE, STOP
+from torch_ref.runtime import rendezvous
 from torch_ref.runtime.compat import default_store
 
 Result = TypeVar("Result")
@@ -80,7 +81,35 @@ def ranks_started() -> int:
     size, rank = whole_number("WORLD_SIZE"), whole_number("RANK")
     if rank >= size:
         raise ConfigError(f"RANK = {rank}: must be below WORLD_SIZE = {size}; let the launcher set both")
+    here = whole_number("LOCAL_WORLD_SIZE", size)
+    if (local := whole_number("LOCAL_RANK")) >= here:
+        name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
+        raise ConfigError(f"LOCAL_RANK = {local}: must be below {name} = {here}; let the launcher set both")
     return size
+
+
+@contextmanager
+def reported_once() -> Iterator[None]:
+    """Around checks of what a launcher set, which may be wrong on any rank, and of what follows from it."""
+    try:
+        yield
+    except ConfigError as error:
+        if not launched():
+            raise
+        rendezvous.refuse(error)
+
+
+def meet(plan: Plan) -> None:
+    """Wait for all ranks of a launcher, before any of them reads data. Raises as `meeting`."""
+    if launched():
+        rank = whole_number("RANK")
+        with meeting(rank):
+            rendezvous.meet(rank, plan.ranks, address())
+
+
+def address() -> str:
+    """Where the ranks of a launcher meet, as host:port."""
+    return ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def plan(parallel: Parallel, device: str) -> Plan:
@@ -119,7 +148,7 @@ def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
     with meeting(rank):
         dist.init_process_group(
             "gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl" if offloaded else "nccl",
-            init_method=f"file://{store}" if store else "env://",
+            store=dist.FileStore(store, plan.ranks) if store else rendezvous.meet(rank, plan.ranks, address()),
             rank=rank,
             world_size=plan.ranks,
             device_id=torch.device("cuda", local_rank) if plan.device == "cuda" else None,
@@ -141,10 +170,9 @@ def meeting(rank: int) -> Iterator[None]:
     try:
         yield
     except (dist.DistError, ValueError) as error:  # ValueError: of variables that are missing
-        address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
         reason = textwrap.shorten(str(error).partition("\n")[0], 200)
         apart = ConfigError(
-            f"rank {rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}: {reason}; start all ranks, "
+            f"rank {rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address()}: {reason}; start all ranks, "
             "and give each the address of the first, with a port that is free there"
         )
         if rank == 1:
