@@ -13,6 +13,7 @@ from jaxdist.conftest import free_port
 from torch_ref.runtime import launch
 
 RANKS = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+LAUNCHER = RANKS | {"LOCAL_RANK": "0"}  # all that a launcher sets
 SIX = {"mesh": "data=6", "strategy": "ddp"}
 Environment = Mapping[str, str]
 
@@ -21,7 +22,7 @@ def refusal(environment: Environment, parallel: Mapping[str, str], device: str, 
     """The message that a rank gets, on a machine of two GPUs; empty if there is a plan."""
     with monkeypatch.context() as here:
         here.setattr(torch.cuda, "device_count", lambda: 0 if "no GPU" in environment else 2)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        for name in LAUNCHER:
             here.delenv(name, raising=False)
         for name, value in environment.items():
             here.setenv(name, value)
@@ -38,7 +39,9 @@ def refusal(environment: Environment, parallel: Mapping[str, str], device: str, 
         (RANKS, SIX, "cpu"),
         (RANKS | {"RANK": "3"}, {"mesh": "3x1"}, "cpu"),
         (RANKS | {"WORLD_SIZE": "0"}, {"mesh": "3x1"}, "cpu"),
-        *((RANKS | {name: "many"}, {"mesh": "3x1"}, "cpu") for name in RANKS),
+        (RANKS | {"LOCAL_RANK": "3"}, {"mesh": "3x1"}, "cpu"),
+        (RANKS | {"WORLD_SIZE": "6", "LOCAL_RANK": "3"}, SIX, "cpu"),
+        *((RANKS | {name: "many"}, {"mesh": "3x1"}, "cpu") for name in LAUNCHER),
         ({}, SIX, "gpu"),
         ({}, {"mesh": "4x1"}, "gpu"),
         ({"no GPU": "1"}, {"mesh": "1x1"}, "gpu"),
@@ -65,8 +68,12 @@ def taken(
     if way.startswith("unset it"):
         variable = problem.partition(" = ")[0]
         return {name: value for name, value in environment.items() if name != variable}, parallel, device
-    if way.startswith("let the launcher set"):
-        return RANKS, parallel, device
+    if way.startswith("let the launcher set"):  # the variables that the message names
+        return (
+            {**environment, **{name: LAUNCHER[name] for name in LAUNCHER if name in re.findall(r"\w+", problem)}},
+            parallel,
+            device,
+        )
     flag = re.fullmatch(r"(?:use )?--(mesh|device) (\S+?),?", way)
     if flag and flag[1] == "mesh":
         return environment, {**parallel, "mesh": flag[2]}, device
