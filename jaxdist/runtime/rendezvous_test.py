@@ -30,7 +30,8 @@ def meet(*others: Present, size: int, first: Present | None = None, seconds: flo
 
     def one(me: Present, function: Callable[..., Any]) -> Any:
         launch = Launch("torchrun", me.size, me.rank, 1, address)
-        hosts, connections = function(launch, me, time.monotonic() + seconds)
+        later = 0 if me.rank == 0 else rendezvous.LATER
+        hosts, connections = function(launch, me, time.monotonic() + seconds + later)
         return hosts, {rank: connection.close() for rank, connection in connections.items()}.keys()
 
     with ThreadPoolExecutor() as pool:
