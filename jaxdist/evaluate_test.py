@@ -48,6 +48,7 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert np.linalg.norm(found[0] - found[1]) <= 1e-5 * np.linalg.norm(found[0])
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_run_in_chunks(
     straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

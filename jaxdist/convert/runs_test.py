@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError
-from jaxdist.conftest import often
+from jaxdist.conftest import often, slow
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Origin
 from jaxdist.convert.convert_test import MODELS
@@ -152,7 +152,7 @@ def test_a_config_that_tells_another_dtype_than_the_weights_have(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", often(["orbax", "dcp"], ["orbax"]))
-@pytest.mark.parametrize("link", ["latest", "checkpoints", "run", "step", "latest of linked checkpoints"])
+@pytest.mark.parametrize("link", ["step", "latest of linked checkpoints", *slow(["latest", "checkpoints", "run"])])
 def test_a_linked_checkpoint_finds_its_run(kind: str, link: str, tmp_path: Path) -> None:
     """Whatever of the path is a link: to a checkpoint, of a folder's checkpoints, to a run, or of a step."""
     if kind == "dcp":

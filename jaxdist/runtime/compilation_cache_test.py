@@ -70,6 +70,7 @@ def test_jax_is_asked_first(name: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "home").rglob("*-*")) and (tmp_path / "chosen").exists() == value.endswith("chosen")
 
 
+@pytest.mark.slow
 def test_without_a_place_a_run_goes_without(tmp_path: Path) -> None:
     (tmp_path / "jaxdist").write_text("a file")
     assert start(tmp_path)[1] == 0 == start(tmp_path)[1]

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.lax import Precision
 
 from jaxdist.conftest import MIXTRAL, slow, tiny
-from jaxdist.data import IGNORED, Batch
+from jaxdist.data import IGNORED
 from jaxdist.families.llama import model as llama
 from jaxdist.families.loss import chunked
 from jaxdist.parallel.mesh import make_mesh
@@ -92,22 +92,26 @@ def test_growth_with_depth_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert size(8) > 2 * size(2)
 
 
-def evaluated(batch: Batch, chunks: int, mesh: str = "2x2") -> float:
-    """The loss of the starting weights, by two microbatches."""
+def in_chunks(chunks: int, mesh: str) -> Program:
+    """Evaluates by two microbatches."""
     experiment = tiny(train={"accumulation": 2}, parallel={"mesh": mesh}, memory={"loss_chunks": chunks})
-    program = Program(experiment, make_mesh(experiment, "cpu")[0])
-    return float(program.evaluate(program.initialize().parameters, program.place(batch)).loss)
+    return Program(experiment, make_mesh(experiment, "cpu")[0])
 
 
 @pytest.mark.parametrize("mesh", ["pipeline=2,fsdp=2", *slow(["1x1", "2x2"])])
 def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
     """Three chunks are filled up, of the 80 or 160 tokens that a device has; without their last one it shows."""
-    batch = batches(tiny(), 1)[0]
-    whole = evaluated(batch, 1, mesh)
+    batch, parameters = batches(tiny(), 1)[0], in_chunks(1, mesh).initialize().parameters
+
+    def evaluated(chunks: int) -> float:
+        program = in_chunks(chunks, mesh)
+        return float(program.evaluate(parameters, program.place(batch)).loss)
+
+    whole = evaluated(1)
     for chunks in (2, 3, 80):
-        assert evaluated(batch, chunks, mesh) == pytest.approx(whole, rel=1e-14)
+        assert evaluated(chunks) == pytest.approx(whole, rel=1e-14)
     monkeypatch.setattr(step, "chunked", lambda targets, chunks: chunked(targets, chunks).at[-1].set(IGNORED))
-    assert abs(evaluated(batch, 3, mesh) / whole - 1) > 0.1
+    assert abs(evaluated(3) / whole - 1) > 0.1
 
 
 @pytest.mark.parametrize("chunks", [4, *slow([1])])

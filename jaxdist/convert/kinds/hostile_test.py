@@ -333,7 +333,7 @@ RESNET = to_settings(ResNet(family="resnet", block="basic", stem=8, depths=(1,),
         (RESNET | {"depths": [10_000] * 4, "hidden_sizes": [8] * 4}, "are 40,000 blocks; use at most 1,000"),
         (RESNET | {"depths": [2**31 - 1], "hidden_sizes": [8]}, "are 2,147,483,647 blocks; use at most 1,000"),
         (RESNET | {"depths": [1] * 1001, "hidden_sizes": [8] * 1001}, "give a list of 1 to 1,000 whole numbers"),
-        (RESNET | {"depths": [250] * 4, "hidden_sizes": [8] * 4}, "absent there"),
+        pytest.param(RESNET | {"depths": [250] * 4, "hidden_sizes": [8] * 4}, "absent there", marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -46,7 +46,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", often(OPTIMIZERS, ["adamw", "adafactor"]))
+@pytest.mark.parametrize("name", often(OPTIMIZERS, ["adamw"]))
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     first = written(tmp_path / "first", "orbax", content_of(MODEL, **OPTIMIZERS[name]))
     main([str(first), str(tmp_path / "dcp"), "--to", "dcp", "--verify"])
