@@ -1,15 +1,17 @@
 """The boxes that an array is cut into: those that many ranks wrote, those that are read one after the other."""
 
 import math
-import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from jaxdist.convert.kinds.torch_leaves import PIECE
 from jaxdist.convert.mappings.atoms import Shape
 
-PRIME = 2**61 - 1
+MOST_AXES = 6  # along which a tensor is split
+MOST_CORNERS = 2**21  # of all chunks of a tensor: a million of them along one axis
 
 
 def blocks(shape: Shape, size: int) -> Iterator[tuple[slice, ...]]:
@@ -26,20 +28,19 @@ def blocks(shape: Shape, size: int) -> Iterator[tuple[slice, ...]]:
 def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Whether each number of a tensor is in one of the chunks, and in one alone.
 
-    Each place (i, j, ...) stands for the monomial x^i y^j ... The sum of those of a box is a product of geometric sums,
-    so at a random point, modulo a prime, chunks that tile the shape add up to its own sum; others do so with a chance
-    of the largest i + j + ... to the prime.
+    The corners of a box, with signs that alternate along each axis, are the differences of its indicator function:
+    summed over chunks that tile the tensor, all cancel except the tensor's own. Raises ValueError for more axes or
+    corners than any program writes.
     """
-    point = [2 + secrets.randbelow(PRIME - 2) for _ in shape]
-
-    def total(starts: Sequence[int], sizes: Sequence[int]) -> int:
-        sums = (_geometric(x, start, n) for x, start, n in zip(point, starts, sizes, strict=True))
-        return math.prod(sums) % PRIME
-
-    within = all(start + n <= size for c in chunks for start, n, size in zip(c.offsets, c.sizes, shape, strict=True))
-    return within and sum(total(c.offsets, c.sizes) for c in chunks) % PRIME == total([0] * len(shape), shape)
-
-
-def _geometric(x: int, start: int, n: int) -> int:
-    """x^start + ... + x^(start + n - 1) modulo PRIME."""
-    return (pow(x, start + n, PRIME) - pow(x, start, PRIME)) * pow(x - 1, -1, PRIME) % PRIME
+    ends = [[start + n for start, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
+    if any(end > size for stops in ends for end, size in zip(stops, shape, strict=True)):
+        return False
+    split = [axis for axis, size in enumerate(shape) if not size or any(c.sizes[axis] != size for c in chunks)]
+    if len(split) > MOST_AXES or len(chunks) << len(split) > MOST_CORNERS:
+        raise ValueError(f"it has {len(chunks):,} parts that are split along {len(split)} axes, too many to compare")
+    left: Counter[tuple[int, ...]] = Counter()
+    boxes = [(c.offsets, stops, 1) for c, stops in zip(chunks, ends, strict=True)]
+    for starts, stops, count in (([0] * len(shape), shape, -1), *boxes):
+        for corner in product(*(((starts[axis], 1), (stops[axis], -1)) for axis in split)):
+            left[tuple(place for place, _ in corner)] += math.prod((sign for _, sign in corner), start=count)
+    return not any(left.values())

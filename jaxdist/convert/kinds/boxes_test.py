@@ -1,6 +1,7 @@
 """Boxes of an array: whether they are all of it, and each number in one of them."""
 
 import importlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,36 @@ def test_parts_are_a_tensor_where_each_number_is_in_one_of_them() -> None:
         chunks = [boxes.ChunkStorageMetadata(*(torch.Size(a[part].tolist()) for a in (starts, sizes))) for part in kept]
         assert boxes.tiled(tuple(shape.tolist()), chunks) == found[-1], chunks
     assert 100 < sum(found) < 400
+
+
+def chunk(*bounds: tuple[int, int]) -> Any:
+    """A chunk of (start, end) along each axis."""
+    starts, ends = zip(*bounds, strict=True)
+    sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+    return boxes.ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
+
+
+def test_an_overlap_and_a_gap_of_one_volume_are_found() -> None:
+    size = 2**40  # such a tensor is in no memory: it is not to be counted number by number
+    halves = [chunk((0, size // 2), (0, size)), chunk((size // 2, size), (0, size))]
+    assert boxes.tiled((size, size), halves)
+    moved = chunk((size // 2 - 1, size - 1), (0, size))
+    assert not boxes.tiled((size, size), [halves[0], moved])
+    grid = [chunk((i, i + 1), (j, j + 1), (0, 5)) for i in range(3) for j in range(4)]
+    assert boxes.tiled((3, 4, 5), grid)
+    for missing in range(len(grid)):
+        assert not boxes.tiled((3, 4, 5), [grid[i] if i != missing else grid[i - 1] for i in range(len(grid))])
+
+
+def test_hostile_parts_take_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Corners double with each axis along which parts are split, and with that alone."""
+    assert boxes.tiled((1,) * 40, [chunk(*((0, 1),) * 40)])
+    with pytest.raises(ValueError, match="it has 2 parts that are split along 40 axes, too many to compare"):
+        boxes.tiled((2,) * 40, [chunk(*((i, i + 1),) * 40) for i in range(2)])
+    monkeypatch.setattr(boxes, "MOST_CORNERS", 7)
+    assert boxes.tiled((3,), [chunk((i, i + 1)) for i in range(3)])
+    with pytest.raises(ValueError, match="it has 4 parts that are split along 1 axes, too many to compare"):
+        boxes.tiled((4,), [chunk((i, i + 1)) for i in range(4)])
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 6), (3, 2, 9), (2, 1, 3, 5)])
