@@ -3,6 +3,7 @@
 Tests of one process share 8 virtual CPU devices; what needs its own devices runs the command line.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # what the collection imports and makes stays: to look through it takes a third of its time
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # empty in the first process, whose environment workers inherit
 if not WORKER:
     os.environ["OMP_NUM_THREADS"] = "1"  # more would wait for each other by spinning, on cores that all workers share
@@ -32,6 +34,16 @@ if not WORKER:
     os.environ["JAXDIST_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="jaxdist-compiled-")
 COMPILED = Path(os.environ["JAXDIST_TESTS_COMPILED"])
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED / WORKER)  # each its own: JAX does not write them atomically
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what the collection has made out of all that is looked through for garbage later."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
