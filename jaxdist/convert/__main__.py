@@ -40,7 +40,7 @@ from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, 
 from jaxdist.convert.vocabulary import exported, resized
 from jaxdist.formats.companions import CONFIG, companions
 from jaxdist.formats.hf import notes_on, read_folder
-from jaxdist.formats.naming import family_of
+from jaxdist.formats.naming import broken_tables, family_of
 from jaxdist.formats.sources import kind_at, kind_of
 from jaxdist.runs.checkpoints import Damaged, run_of, whole_checkpoint
 from jaxdist.runs.display import aside, megabytes, say, transfer
@@ -338,6 +338,8 @@ def inspect(source: Path, as_json: bool) -> None:
     """Print every tensor of the source's model, and the totals; also of what only --mapping converts."""
     kind, title, tensors = described(source)
     family = family_of(tensors)
+    for name, error in broken_tables().items():
+        say(f"the names of family {name} are not recognized: {error}")
     rows: list[Mapping[str, Any]] = [
         {"name": name, "shape": list(t.shape), "dtype": str(t.dtype), "bytes": t.bytes}
         for name, t in sorted(tensors.items())

@@ -1,6 +1,7 @@
 """A family from outside converts from and to its own names, by the tables and the config.json that its row has."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -209,3 +210,20 @@ def test_a_broken_piece_breaks_its_own_family_alone(
 def test_broken_tables_leave_other_families_recognized(registered: Callable[..., None]) -> None:
     registered(tables={"toy": [1]})
     assert family_of(["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight"]) == "llama"
+
+
+def test_inspection_names_a_family_with_broken_tables(
+    registered: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --json on standard error; a family without tables has none that could be broken."""
+    registered(tables={"toy": [1]})
+    run = run_of(tmp_path / "run", TOY)
+    says = rf"the names of family toy are not recognized: model\.family = toy: {__name__} registers it with tables = "
+    convert(run, "--inspect")
+    assert re.search(says, capsys.readouterr().out.replace("\n", " "))
+    convert(run, "--inspect", "--json")
+    out, err = capsys.readouterr()
+    assert json.loads(out)["family"] and re.search(says, err.replace("\n", " "))
+    registered()
+    convert(run, "--inspect")
+    assert "not recognized" not in capsys.readouterr().out

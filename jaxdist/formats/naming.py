@@ -108,6 +108,11 @@ def carried(names: Mapping[str, str], naming: str, model: Model) -> dict[str, st
     return {full: name for full, name in names.items() if full != name or (model.tied and full == head)}
 
 
+def broken_tables() -> dict[str, ConfigError]:
+    """Family -> the error of its tables, of those whose tables cannot be used: `family_of` passes over them."""
+    return of_each((name for name, row in FAMILIES.items() if row.tables != {}), tables_of)[1]
+
+
 def family_of(names: Iterable[str]) -> str:
     """The family whose tensors under some naming, ours among them, the most names are; `unknown` where none is."""
     layered = (re.sub(r"\.\d+\.", ".{layer}.", plain(name), count=1) for name in names)
