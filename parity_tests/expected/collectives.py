@@ -22,6 +22,7 @@ from parity_tests.expected import pipeline_traffic
 from parity_tests.expected.pipeline_traffic import Range
 from parity_tests.runs.run import JAX, REFERENCES
 from torch_ref.parallel.context import rings
+from torch_ref.training.registry import OPTIMIZERS
 
 TORCH, TRANSFORMERS = REFERENCES["torch"], REFERENCES["transformers"]
 # torch's update rules that look at whole matrices: kind and most of the collectives over an axis per tensor.
@@ -60,6 +61,15 @@ def lacking(e: Experiment, mesh: Mapping[str, int]) -> str:
     return "" if traffic.update_is_known(e, mesh) else f"optimizer {e.optimizer.name}"
 
 
+def uncounted(side: str, e: Experiment, mesh: Mapping[str, int]) -> str:
+    """The optimizer whose rule asks for whole parameters on torch's side, in collectives of unknown number, in words;
+    empty where they are known."""
+    name = e.optimizer.name
+    whole = not e.optimizer.elementwise or (name in OPTIMIZERS and OPTIMIZERS[name].pieces)
+    known = side == JAX or not whole or name in UPDATES or math.prod(mesh.values()) == 1
+    return "" if known else f"optimizer {name}"
+
+
 def expected(
     side: str, e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int], platform: str = "cpu"
 ) -> Counts | None:
@@ -71,7 +81,7 @@ def expected(
     exchanges = accounting_of(e.model).exchanges
     if exchanges is None or not exchanges.keys() <= EXCHANGES.keys() or not traffic.update_is_known(e, mesh):
         return None
-    if side != JAX and not e.optimizer.elementwise and e.optimizer.name not in UPDATES:
+    if uncounted(side, e, mesh):
         return None
     step = Step(side, e, param_specs, mesh, platform)
     trained = {name: spec for name, spec in param_specs.items() if not spec.statistic}
@@ -161,7 +171,7 @@ def of_update(
         number = ITEMSIZE[str(e.precision.parameters)]  # the mean of all of a tensor is one, and not counted
         asked = traffic.of_update(e, param_specs, mesh)
         yield from ((first(mesh, axes), {op: exactly(1)}) for op, axes, size in asked if size > number)
-    elif not e.optimizer.elementwise:
+    elif e.optimizer.name in UPDATES:
         tensors = sum(e.model.layers if "layers" in spec.axes else 1 for spec in param_specs.values())
         op, most = UPDATES[e.optimizer.name]
         yield from ((axis, {op: (0, most * tensors)}) for axis in ("tensor", first(mesh, SHARDS)))

@@ -124,6 +124,9 @@ def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
         yield f"memory: no closed form of its peak, {why}"
     if which := collectives.lacking(proof.experiment, proof.pair("policy")[0].mesh):
         yield f"traffic: the closed form of {which} is unknown, so that bytes and collectives are not judged"
+    for side in () if which else made:
+        if rule := collectives.uncounted(side, proof.experiment, proof.pair("policy")[0].mesh):
+            yield f"traffic: the number of {side}'s collectives for {rule} is unknown, so that they are not counted"
     for axis, why in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh, proof.experiment).items():
         yield f"traffic: no closed form of {proof.sides[1]}'s bytes over {axis}, {why}"
     for what in ("memory", "collectives"):

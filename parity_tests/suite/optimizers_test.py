@@ -16,6 +16,7 @@ from parity_tests.runs.cases import MESHES
 from parity_tests.runs.run import Run, command
 from parity_tests.suite.parity_test import differences
 from parity_tests.validation.seeded import misplaced
+from torch_ref.training import registry
 
 pytestmark = pytest.mark.long
 
@@ -98,8 +99,20 @@ def test_what_an_optimizer_sends_is_known_by_its_row(
     assert collectives.lacking(e, mesh) == lacking
     asked = e, param_specs, mesh
     assert tuple(side for side in ("jaxdist", "torch_ref") if collectives.expected(side, *asked)) == counted
+    uncounted = {side: collectives.uncounted(side, e, mesh) for side in ("jaxdist", "torch_ref")}
+    assert uncounted == {"jaxdist": "", "torch_ref": "" if pieces["elementwise"] else "optimizer sgd"}
+    assert not collectives.uncounted("torch_ref", e, dict.fromkeys(mesh, 1))
     assert (collectives.least("torch_ref", *asked) is None) == bool(lacking)
     assert {*collectives.unknown("torch_ref", mesh, e)} == (set() if pieces["elementwise"] else {"fsdp", "tensor"})
+
+
+def test_a_rule_that_asks_for_pieces_in_torch_alone_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.OPTIMIZERS._rows, "sgd", replace(registry.OPTIMIZERS["sgd"], pieces=True))
+    e = Experiment.parse({"parallel": {"mesh": "2x4"}, "optimizer": {"name": "sgd"}}, source="test")
+    mesh, param_specs = e.parallel.axes(), models.param_specs(models.build(e.model))
+    assert collectives.uncounted("torch_ref", e, mesh) == "optimizer sgd"
+    assert collectives.expected("torch_ref", e, param_specs, mesh) is None
+    assert collectives.expected("jaxdist", e, param_specs, mesh)
 
 
 @pytest.mark.slow
