@@ -4,12 +4,14 @@ Importing a plugin registers its rows, by `jaxdist.register_*` and, for torch's 
 """
 
 import reprlib
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -20,6 +22,7 @@ from jaxdist.config.model import listed
 from jaxdist.config.registry import SCRIPTS, Owner, Registry, resolve, within
 
 Found = TypeVar("Found")
+SHOWN = 4  # lines of a plugin's code on the way to an error
 GROUP = "jaxdist.plugins"  # entry points of installed packages, loaded by every command
 
 
@@ -63,15 +66,26 @@ def _load(package: str, named: str, otherwise: str) -> None:
     registry.loaded[package] = None
 
 
-def _failed(error: BaseException, named: str, fails: str, otherwise: str) -> ConfigError:
-    """The error of an import or a call that failed, with the line of the plugin's code that raised it."""
+def _failed(error: BaseException, named: str, fails: str, otherwise: str, owner: str = "") -> ConfigError:
+    """The error of an import or a call that failed, with the line that raised it: where there are lines of the plugin
+    `owner`, the last of those."""
     passed = ("<frozen", __file__)  # what imports and calls it
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(passed)]
+    frames = [frame for frame in frames if _of_plugin(frame.filename, owner)][-SHOWN:] or frames[-1:]
     places, message = [(frame.filename, frame.lineno) for frame in frames], " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         places, message = [(error.filename or "?", error.lineno)], error.msg
-    where = "".join(f" ({file}, line {line})" for file, line in places[-1:])
+    lines = ", then ".join(f"{file}, line {line}" for file, line in places)
+    where = f" ({lines})" if lines else ""
     return ConfigError(f"{named}: {fails}, {type(error).__name__}: {message}{where}; correct it, or {otherwise}")
+
+
+def _of_plugin(file: str, owner: str) -> bool:
+    """Whether a file is the module `owner`, or lies in the package of that name."""
+    origin = getattr(sys.modules.get(owner), "__file__", None)
+    if origin is None:
+        return False
+    return file == origin or (Path(origin).name == "__init__.py" and Path(file).is_relative_to(Path(origin).parent))
 
 
 def used(owners: Iterable[str]) -> tuple[str, ...]:
@@ -136,17 +150,19 @@ def of_each(rows: Iterable[str], read: Callable[[str], Found]) -> tuple[dict[str
 
 
 @contextmanager
-def running(rows: Registry[Any], name: str, field: str) -> Iterator[None]:
+def running(
+    rows: Registry[Any], name: str, field: str, passes: Callable[[Exception], bool] = lambda _: False
+) -> Iterator[None]:
     """Around a call of the code of a row's `field`. What a plugin's code raises becomes a ConfigError that names the
-    plugin, the row, the field and the line."""
+    plugin, the row, the field and the line; errors that `passes` is true of are not its own."""
     try:
         yield
     except (ConfigError, TrainingError):
         raise
     except Exception as error:
-        if rows.built_in(name):
+        if rows.built_in(name) or passes(error):
             raise
-        raise _failed(error, named(rows, name), f"its {field} fails", "use another") from None
+        raise _failed(error, named(rows, name), f"its {field} fails", "use another", rows.owner(name)) from None
 
 
 def unimportable(rows: Registry[Any], name: str, field: str, error: Exception) -> ConfigError:

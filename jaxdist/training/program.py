@@ -102,6 +102,7 @@ class Program:
             e.train.accumulation,
             self.schedule,
             e.train.skip,
+            e.model.family,
         )
 
     @cached_property

@@ -12,6 +12,8 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.config import AXES
+from jaxdist.config.plugins import running
+from jaxdist.config.registry import FAMILIES
 from jaxdist.data import IGNORED, Batches
 from jaxdist.families.loss import chunked, cross_entropy, of_tokens
 from jaxdist.families.models import bind
@@ -56,6 +58,7 @@ class Step:
     accumulation: int
     schedule: Schedule
     skip: tuple[int, ...]
+    family: str
 
     def __call__(self, state: TrainState, batch: Batches) -> tuple[TrainState, Arrays]:
         """Accumulate -> reduce -> clip and update. Metrics are `loss` (mean nats per valid token), `grad_norm`, and
@@ -115,9 +118,10 @@ class Step:
         **extra: jax.Array,
     ) -> ModelOutput:
         """The model's output for this device's rows. `extra`: further arguments of its call, such as targets in
-        chunks."""
+        chunks. Raises ConfigError for what the code of a plugin's family raises."""
         parallel = replace(self.parallel, stages=stages)
-        made = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **extra)
+        with running(FAMILIES, self.family, "model"):
+            made = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **extra)
         return ModelOutput(*made) if isinstance(made, tuple) else ModelOutput(made)
 
     def gathered(self, parameters: Arrays) -> Arrays:

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 
 from jaxdist.config import ConfigError, Model
-from jaxdist.config.plugins import function, named, piece, twin
+from jaxdist.config.plugins import function, named, piece, running, twin
 from jaxdist.config.registry import FAMILIES as JAX_FAMILIES
 from torch_ref.families.registry import FAMILIES, Family
+from torch_ref.runtime.launch import of_collective
 
 
 def build(model: Model) -> nn.Module:
@@ -29,6 +32,17 @@ def row_of(model: nn.Module) -> Family:
     """The row of a module's family."""
     config: Model = model.config  # type: ignore[assignment]
     return FAMILIES[config.family]
+
+
+def computing(model: nn.Module) -> AbstractContextManager[None]:
+    """Around a forward pass of a module, or of a part of it. Raises ConfigError for what the code of a plugin's family
+    raises."""
+    family = getattr(getattr(model, "config", None), "family", "")
+    return running(FAMILIES, family, "model", _of_the_machine) if family in FAMILIES else nullcontext()
+
+
+def _of_the_machine(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or of_collective(error)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

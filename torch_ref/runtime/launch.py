@@ -191,8 +191,7 @@ def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        of_collective = isinstance(error, dist.DistError) or "gloo" in text
-        if not (of_collective and any(sign in text for sign in (*SILENCE, *LOSS))):
+        if not (of_collective(error) and any(sign in text for sign in (*SILENCE, *LOSS))):
             raise
         silent = any(sign in text for sign in SILENCE)
         if of_start and not silent:
@@ -208,6 +207,11 @@ def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
         if rank == 0:  # which may hold the store: the others would find it gone
             asked(wait_for_others)
         sys.exit(1)
+
+
+def of_collective(error: Exception) -> bool:
+    """Whether a collective raised an error, or torch's store."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def speaks(rank: int) -> bool:

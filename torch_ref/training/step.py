@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from jaxdist.config import Experiment, Model
 from jaxdist.data import IGNORED
 from torch_ref.families.loss import chunked, cross_entropy, of_tokens
+from torch_ref.families.models import computing
 from torch_ref.parallel.images import statistics_of_the_first
 from torch_ref.parallel.mesh import TOKENS, over
 from torch_ref.parallel.pipeline import Pipeline, parts_of
@@ -115,7 +116,8 @@ def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | 
     extra = {"targets_SN": chunked(rows.targets, chunks)} if chunks > 1 else {}
     if getattr(parts_of(model)[0], "masks_padding", False):
         extra["valid_BT"] = rows.targets != IGNORED
-    made = model(rows.inputs, **extra)
+    with computing(parts_of(model)[0]):
+        made = model(rows.inputs, **extra)
     output, added = made if isinstance(made, tuple) else (made, 0)
     config = getattr(parts_of(model)[0], "config", None)
     return output if chunks > 1 else nats(output, rows.targets, config), added
