@@ -148,3 +148,22 @@ def test_an_error_of_a_collective_stays_one(
     with pytest.raises(SystemExit) as ended:
         torch_train.main([*TRAIN, *data(tmp_path)])
     assert ended.value.code == 1
+
+
+def test_a_loss_in_chunks_without_logits(
+    package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package()
+    (tmp_path / "broken_plugin/torch_model.py").write_text(
+        "from torch_ref.families.llama import Llama\n\nclass Broken(Llama):\n    def __init__(self, c):\n"
+        "        super().__init__(c)\n        del self.logits\n"
+    )
+    one_rank(monkeypatch)
+    with pytest.raises(ConfigError) as error:
+        torch_train.main([*TRAIN, *data(tmp_path), "--memory.loss_chunks", "2"])
+    assert str(error.value) == (
+        "the family of torch_ref 'broken' of plugin 'broken_plugin': its model has no logits = nn.Identity(), through "
+        "which those of a loss in chunks pass; add it, or set memory.loss_chunks = 1"
+    )
+    one_rank(monkeypatch)
+    torch_train.main([*TRAIN, *data(tmp_path), "--memory.loss_chunks", "1"])

@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from jaxdist.config import Decoder
+from jaxdist.config import ConfigError, Decoder
 from jaxdist.config import Model as Config
+from jaxdist.config.plugins import named
 from jaxdist.data import IGNORED
 from torch_ref.families.layers import Embedding, at_least_f32
+from torch_ref.families.registry import FAMILIES
 
 
 class Model(Protocol):
@@ -30,11 +32,16 @@ class Model(Protocol):
 
 def head(model: Model, x_BTD: Tensor, targets_SN: Tensor | None = None) -> Tensor:
     """Logits [B, T, V] of the last activations, those of padding too; or with targets, in chunks, their cross-entropy
-    at once."""
+    at once. Raises ConfigError for a plugin's module that lacks `logits`."""
     lm_head = model.lm_head
     if targets_SN is None:
         return functional.linear(x_BTD, model.embed.weight) if lm_head is None else lm_head(x_BTD)
-    return cross_entropy_of_chunks(x_BTD, (lm_head or model.embed).weight, targets_SN, model.config, model.logits)
+    if not isinstance(logits := getattr(model, "logits", None), nn.Identity):
+        raise ConfigError(
+            f"{named(FAMILIES, model.config.family)}: its model has no logits = nn.Identity(), through "
+            "which those of a loss in chunks pass; add it, or set memory.loss_chunks = 1"
+        )
+    return cross_entropy_of_chunks(x_BTD, (lm_head or model.embed).weight, targets_SN, model.config, logits)
 
 
 def of_tokens(logits: Tensor, model: Config | None) -> Tensor:
