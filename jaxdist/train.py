@@ -36,6 +36,7 @@ from jaxdist.runtime.malloc import keep_freed, share_arena
 from jaxdist.runtime.processes import check_same, first, from_first, greatest
 from jaxdist.runtime.startup import StartupTimer
 from jaxdist.training import checkpoint, metrics
+from jaxdist.training.elementwise import check_elementwise
 from jaxdist.training.finite import check_resumed
 from jaxdist.training.optim import learning_rate
 from jaxdist.training.program import Program
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)
     check_same("data.fingerprint", dataset.fingerprint)
+    check_elementwise(experiment.optimizer)
     program = Program(experiment, mesh)
     startup.mark("data")
 

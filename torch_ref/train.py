@@ -37,6 +37,7 @@ from torch_ref.parallel.mesh import BATCH, rank_over
 from torch_ref.parallel.weights import draw, fill
 from torch_ref.runtime import launch
 from torch_ref.training import checkpoint, metrics
+from torch_ref.training.elementwise import check_elementwise
 from torch_ref.training.optim import Optimizer, rule_of
 from torch_ref.training.parallelize import check_compile, check_offload, parallelize
 from torch_ref.training.program import Program
@@ -84,6 +85,7 @@ def train(
             with torch.device("meta"):
                 plain, whole = (build(experiment.model) for _ in range(2))
             model = parallelize(plain.to(getattr(torch, str(experiment.precision.parameters))), experiment, mesh)
+            check_elementwise(experiment.optimizer, mesh.device_type)
             program = Program(experiment, mesh, model, Optimizer(model, experiment, mesh))
             with arguments.reading_weights():
                 start = starting_state(program, arguments.init, folder)
