@@ -40,6 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_statistics_are_kept_and_resume_is_bitwise(run: Path) -> None:
     found = weights(run)
     memory = json.loads((run / "summary.json").read_text())["memory"]

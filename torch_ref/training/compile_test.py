@@ -65,7 +65,12 @@ def test_a_model_that_does_not_stay_compiled_is_seen(train: Train) -> None:
     [
         (["--mesh", "1x2"], {}, "train.compile = true with the mesh axis tensor = 2"),
         (["--mesh", "pipeline=2", "--train.accumulation", "2"], {}, "with the mesh axis pipeline = 2"),
-        (["--mesh", "1x1"], {"CXX": "no-such-compiler"}, "needs the C++ compiler no-such-compiler"),
+        pytest.param(
+            ["--mesh", "1x1"],
+            {"CXX": "no-such-compiler"},
+            "needs the C++ compiler no-such-compiler",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_where_nothing_can_be_compiled(line: list[str], environment: dict[str, str], says: str) -> None:
