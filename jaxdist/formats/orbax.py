@@ -81,21 +81,24 @@ def arrays(checkpoint: Path) -> dict[str, "ts.TensorStore"]:
         if not all(len(steps) == 1 and steps[0]["key_type"] == KEY_OF_DICT for steps in keys):
             raise ValueError("its parameters are not arrays by name")
         names = [str(steps[0]["key"]) for steps in keys]
-        driver = "zarr3" if index.get("use_zarr3") else "zarr"
         context = ts.Context({"file_io_mode": {"mode": "memmap"}})  # files are seen where the page cache has them
-        base = {"driver": "file", "path": f"{folder.resolve()}/"}
-
-        def store(name: str) -> dict[str, Any]:
-            within(folder, name)
-            if index.get("use_ocdbt"):
-                return {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-            return base | {"path": f"{base['path']}{name}/"}
-
-        futures = {n: ts.open({"driver": driver, "kvstore": store(n)}, open=True, context=context) for n in names}
+        database, zarr3 = (bool(index.get(key)) for key in ("use_ocdbt", "use_zarr3"))
+        specs = {name: spec(folder, name, database, zarr3) for name in names}
+        futures = {name: ts.open(specs[name], open=True, context=context) for name in names}
         found = {name: array.result() for name, array in futures.items()}
         for name, array in found.items():
             check_chunks(name, array)
         return found
+
+
+def spec(folder: Path, name: str, database: bool, zarr3: bool) -> dict[str, Any]:
+    """TensorStore's spec of an array of the item in `folder`: in a `database` of all, or in a folder of its own. Raises
+    ValueError for a name that leads out of it."""
+    within(folder, name)
+    base = {"driver": "file", "path": f"{folder.resolve()}/"}
+    own = base | {"path": f"{base['path']}{name}/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"} if database else own
+    return {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
 
 
 def check_chunks(name: str, array: "ts.TensorStore") -> None:

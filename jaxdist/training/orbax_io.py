@@ -55,7 +55,8 @@ def writer() -> ocp.AsyncCheckpointer:
     quiet()
     one_error()
     # Weights and moments hardly compress: 3.02 GB to 2.75.
-    return ocp.AsyncCheckpointer(items(partial(ocp.PyTreeCheckpointHandler, use_compression=False)))
+    handler = partial(ocp.PyTreeCheckpointHandler, use_compression=False)
+    return ocp.AsyncCheckpointer(items(handler, ocp.args.PyTreeSave))
 
 
 def values(experiment: Experiment, state: TrainState) -> ocp.args.Composite:
@@ -80,26 +81,31 @@ def by_layer(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(layout, tree)
 
 
-def items(handler: Callable[[], ocp.CheckpointHandler]) -> ocp.CompositeCheckpointHandler:
-    """The items of a checkpoint; `handler` makes those of arrays."""
-    handlers = {item: handler() for item in TrainState._fields}
-    return ocp.CompositeCheckpointHandler(**handlers, experiment=ocp.JsonCheckpointHandler())
+def items(
+    handler: Callable[[], ocp.CheckpointHandler], args: type[ocp.args.CheckpointArgs]
+) -> ocp.CompositeCheckpointHandler:
+    """The items of a checkpoint. `handler` makes those of arrays, which are saved or restored with `args`; Orbax finds
+    the handler of others by their own arguments."""
+    registry = ocp.DefaultCheckpointHandlerRegistry()
+    for item in TrainState._fields:
+        registry.add(item, args, handler())
+    return ocp.CompositeCheckpointHandler(handler_registry=registry)
 
 
 @contextmanager
 def open_reader(
-    path: Path, handler: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
+    path: Path, handler: Callable[[], ocp.CheckpointHandler], args: type[ocp.args.CheckpointArgs]
 ) -> Iterator[ocp.Checkpointer]:
-    """A reader of the checkpoint `path`. Raises ConfigError for a damaged one."""
+    """A reader of the checkpoint `path`, as `items` says. Raises ConfigError for a damaged one."""
     one_error()
-    with checkpointer(items(handler)) as reader, reading(path):
+    with checkpointer(items(handler, args)) as reader, reading(path):
         yield reader
 
 
 def restore(path: Path, **abstract: Any) -> Any:
     """Items of the checkpoint `path`, laid out as ShapeDtypeStructs with shardings. Raises ConfigError."""
     wanted = {item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()}
-    with open_reader(path) as reader:
+    with open_reader(path, ocp.StandardCheckpointHandler, ocp.args.StandardRestore) as reader:
         metadata = reader.metadata(path).item_metadata
         check_arrays({item: metadata[item] for item in abstract})
         trees = dict(metadata["parameters"]), abstract["parameters"]
@@ -119,7 +125,7 @@ def check_arrays(metadata: Any) -> None:
 
 def on_host(path: Path, item: str) -> Any:
     """An item of the checkpoint `path` as numpy arrays. Raises ConfigError."""
-    with open_reader(path, ocp.PyTreeCheckpointHandler) as reader:
+    with open_reader(path, ocp.PyTreeCheckpointHandler, ocp.args.PyTreeRestore) as reader:
         tree = reader.metadata(path).item_metadata[item].tree
         check_arrays(tree)
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)

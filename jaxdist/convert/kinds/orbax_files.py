@@ -19,7 +19,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from orbax.checkpoint.type_handlers import get_json_tspec_read
 
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.bounded import read_json, within
@@ -31,7 +30,7 @@ from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Resharder, one_dtype
 from jaxdist.families import models
 from jaxdist.formats.foreign import check_files
-from jaxdist.formats.orbax import arrays, check_chunks, numbers_of, read_experiment, reading
+from jaxdist.formats.orbax import arrays, check_chunks, numbers_of, read_experiment, reading, spec
 from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.runs.checkpoints import publish, sealed, unfinished
 from jaxdist.training import checkpoint
@@ -41,6 +40,7 @@ from jaxdist.training.orbax_io import checkpointer, items
 
 # TensorStore's setting: map files in the page cache, instead of copying them into fresh memory.
 READING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}})
+COMPLETE = {"fill_missing_data_reads": False}  # a chunk that is missing is an error, as for Orbax
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -97,15 +97,10 @@ class Opening(ocp.type_handlers.NumpyHandler):
         return self.kind
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        for info in infos:
-            within(Path(info.parent_dir), info.name)
+        specs = [spec(Path(i.parent_dir), i.name, i.is_ocdbt_checkpoint, i.use_zarr3) | COMPLETE for i in infos]
         stores = [
-            await ts.open(
-                get_json_tspec_read(info, info.is_ocdbt_checkpoint),
-                open=True,
-                context=ts.Context(READING, parent=info.ts_context),
-            )
-            for info in infos
+            await ts.open(array, open=True, context=ts.Context(READING, parent=info.ts_context))
+            for array, info in zip(specs, infos, strict=True)
         ]
         for info, store in zip(infos, stores, strict=True):
             check_chunks(info.name, store)
@@ -269,7 +264,7 @@ def write(path: Path, conversion: Conversion) -> None:
     if content.scaling:
         values["scaling"] = ocp.args.PyTreeSave(jax.tree.map(np.asarray, content.scaling))
     streaming = Streaming(conversion)
-    with checkpointer(items(streaming.handler)) as writer:
+    with checkpointer(items(streaming.handler, ocp.args.PyTreeSave)) as writer:
         streaming.save(writer, unfinished(folder.checkpoints.resolve(), content.step), ocp.args.Composite(**values))
     publish(folder.checkpoints, content.step, streaming.sums)
 
