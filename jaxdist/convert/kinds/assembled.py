@@ -36,6 +36,11 @@ class State(NamedTuple):
     counts: Sequence[Any]
     shapes: Mapping[str, Shape]
 
+    @property
+    def first_group(self) -> Mapping[str, Any]:
+        """Settings of the first group; empty without groups."""
+        return next(iter(self.groups), {})
+
 
 # The schedule's fields of an optimizer section, by the steps that are done and the optimizer's state.
 Schedule = Callable[[int, State], Mapping[str, Any]]

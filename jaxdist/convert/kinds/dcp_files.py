@@ -243,7 +243,7 @@ def read_content(
         provenance = origin_of(found), metrics_of(found)
         content = Content(experiment, naming, groups, step, updates, *provenance, _scaling(leaves), sealed(found))
         return content.checked(path)
-    if rule and trained:
+    if rule:
         with torch_files.reading(path, "optimizer"):
             named = tree_map_only(Tensor, partial(torch_files.number, path), trained)
             for group in named:

@@ -94,7 +94,7 @@ def schedule_of(saved: Saved, scheduler: Mapping[Any, Any], steps: int, state: S
     """The schedule's fields of an optimizer section for DeepSpeed's own scheduler after `steps` steps; none for another
     scheduler, with the reason. Raises ConfigError."""
     config, done = saved.model.get("ds_config"), scheduler.get("last_batch_iteration")
-    rate = state.groups[0].get("lr")
+    rate = state.first_group.get("lr")
     if not isinstance(config, dict) or type(done) is not int or rate is None:
         return {}, ""
     with reading(saved.model_files[0], "ds_config"):

@@ -156,7 +156,7 @@ def read_content(
             if rule.counts or any(count is not None for count in counts):
                 updates = one_count(str(path), (count_of(path, step) for step in counts))
     step, experiment = _steps(path, tree, updates), found
-    updates = step if trained and updates is None else updates
+    updates = step if order and updates is None else updates
     averaged = own and EMA in found.optimizer.kept
     if training and averaged:
         with reading(path, EMA):
@@ -164,7 +164,7 @@ def read_content(
             groups |= {EMA: {rename(n): leaf(path, f"{EMA} of {n}", t) for n, t in averages.items()}}
             updates = count_of(path, tree[EMA][AVERAGED])
     scaling = None
-    if trained:
+    if order:
         with reading(path, "optimizer"):
             settings = rules.settings(str(path), rule, trained, shapes)
             if not own:

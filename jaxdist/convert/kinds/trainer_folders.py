@@ -194,7 +194,7 @@ def _argued(
     path: Path, state: State, logged: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
     """Like `argued_schedule`, and print it. Raises ConfigError."""
-    peak, rate = (state.groups[0].get(key) for key in ("initial_lr", "lr"))
+    peak, rate = (state.first_group.get(key) for key in ("initial_lr", "lr"))
     steps, done = logged.get("max_steps"), logged.get("global_step")
     if not peak or rate is None or not steps or done is None:
         return {}, ""
@@ -208,7 +208,7 @@ def _argued(
 def logged_schedule(path: Path, state: State, trainer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schedule's fields of an optimizer section, by the rates that trainer_state.json logs; empty where they tell
     none."""
-    peak, rate = (state.groups[0].get(key) for key in ("initial_lr", "lr"))
+    peak, rate = (state.first_group.get(key) for key in ("initial_lr", "lr"))
     steps, done, logged = (trainer.get(key) for key in ("max_steps", "global_step", "log_history"))
     if not peak or rate is None or type(steps) is not int or type(done) is not int or steps < 1:
         return {}

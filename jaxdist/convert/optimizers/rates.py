@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config import ConfigError, Experiment
+from jaxdist.config import ConfigError, Experiment, Optimizer
 from jaxdist.convert.optimizers.trainer_schedule import in_words
 from jaxdist.formats.torch_files import reading
 from jaxdist.runs.display import say
@@ -62,8 +62,11 @@ def going_on(recorded: Recorded, experiment: Experiment, whose: str, peak: Peak 
 
     A given schedule comes first, that of `experiment`: `whose` it is, --model's or the checkpoint's own; empty without
     one. Then that of the scheduler or a log. Else the current rate stays, and it is said. `peak` decides as in
-    `peak_of`. Raises ConfigError."""
-    path, now = recorded.path, recorded.groups[0].get("lr")
+    `peak_of`. Without groups all settings are those of `experiment`, and they are said. Raises ConfigError."""
+    path = recorded.path
+    if not recorded.groups:
+        return _without_groups(path, experiment.optimizer, whose, peak)
+    now = recorded.groups[0].get("lr")
     if whose:
         found = peak_of(recorded, (whose, experiment), peak)
         if recorded.scheduler:
@@ -82,6 +85,24 @@ def going_on(recorded: Recorded, experiment: Experiment, whose: str, peak: Peak 
         return {}
     say(f"{path}: {reason}; its current rate, {float(now):g}, stays; --model gives a schedule")
     return {"warmup": 0, "decay": "constant", "learning_rate": float(now)}
+
+
+# The fields that decay a state, by its name: of the rules that have it.
+DECAYS = {"beta1": "exp_avg", "beta2": "exp_avg", "momentum": "momentum_buffer"}
+
+
+def _without_groups(path: Path, o: Optimizer, whose: str, peak: Peak | None) -> dict[str, Any]:
+    if peak == "now" or (peak and not whose):
+        raise ConfigError(
+            f"--peak {peak}: the optimizer of {path} has no param_groups, and so no rate; give [optimizer] "
+            "learning_rate by --model, and leave --peak out"
+        )
+    fields = ["name", "learning_rate", *(field for field, kind in DECAYS.items() if kind in o.kept), "weight_decay"]
+    say(
+        f"{path}: its optimizer has no param_groups, which state its settings; it continues with "
+        f"{', '.join(f'{field} = {getattr(o, field)}' for field in fields)}; [optimizer] of --model gives others"
+    )
+    return {}
 
 
 def rule_of(path: Path, scheduler: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:

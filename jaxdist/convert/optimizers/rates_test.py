@@ -82,7 +82,7 @@ def distributed(folder: Path, saved: Saved) -> Path:
     groups, state = found["optimizer"]["param_groups"], found["optimizer"]["state"]
     names = {i: n for group in groups for i, n in zip(group["params"], group["param_names"], strict=True)}
     entries = {
-        f"state.{names[i]}.{key}": value for i, entry in state.items() for key, value in entry.items()
+        f"state.{names.get(i, i)}.{key}": value for i, entry in state.items() for key, value in entry.items()
     } | {
         f"param_groups.{name}.{key}": value
         for group in groups
@@ -206,6 +206,37 @@ def test_a_checkpoint_of_ours_has_its_schedule(kind: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"--peak now: .* is jaxdist's own, and its config has its schedule; leave"):
         main([*command, "--peak", "now"])
     main(command)
+
+
+def ungrouped(folder: Path, saved: Saved, grouped: Callable[[Path, Saved], dict[str, Any]] = tree) -> dict[str, Any]:
+    found = grouped(folder, saved)
+    groups, state = found["optimizer"]["param_groups"], found["optimizer"]["state"]
+    names = {i: n for group in groups for i, n in zip(group["params"], group["param_names"], strict=True)}
+    return found | {"optimizer": {"state": {names[i]: entry for i, entry in state.items()}, "param_groups": []}}
+
+
+@pytest.mark.parametrize("save", [file, accelerate, distributed])
+def test_settings_that_no_group_states_are_said(
+    save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, with the values that continue: those of --model and its defaults."""
+    with monkeypatch.context() as patched:
+        patched.setitem(globals(), "tree", ungrouped)
+        source = save(tmp_path, ALONE)
+    capsys.readouterr()
+    content = read_content(source, model(learning_rate=2e-4))
+    said = "adamw, learning_rate = 0.0002, beta1 = 0.9, beta2 = 0.95, weight_decay = 0.1; [optimizer] of --model gives"
+    assert f"{source}: its optimizer has no param_groups, which state its settings; it continues with name = " in (
+        lines := capsys.readouterr().out
+    )
+    assert said in lines and lines.count("\n") == 1
+    assert content.updates == DONE and {*content.groups} == {"parameters", "exp_avg", "exp_avg_sq"}
+    assert read_content(source, model(learning_rate=2e-4), peak="schedule").experiment == content.experiment
+    for peak, given in (("now", {"learning_rate": 2e-4}), ("schedule", {})):
+        with pytest.raises(
+            ConfigError, match=rf"--peak {peak}: the optimizer of .* has no param_groups, and so no rate"
+        ):
+            read_content(source, model(**given), peak=peak)
 
 
 def section(folder: Path) -> Path:

@@ -248,8 +248,11 @@ def named(groups: Sequence[Group], order: Order) -> list[dict[str, Any]]:
 
 
 def settings(source: str, rule: Rule, groups: Sequence[Group], shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """The optimizer section of an experiment, as far as `named` groups say it. Raises ConfigError where no such
-    section can say it: for another optimizer than ours, and for groups that are trained in different ways."""
+    """The optimizer section of an experiment, as far as `named` groups say it; empty without groups. Raises ConfigError
+    where no such section can say it: for another optimizer than ours, and for groups that are trained in different
+    ways."""
+    if not groups:
+        return {}
     for name, unlike in rule.unlike.items():
         if other := next(filter(unlike, groups), None):
             raise ConfigError(
