@@ -89,6 +89,8 @@ def read_content(path: Path, wanted: Experiment | None = None, training: bool = 
 class Opening(ocp.type_handlers.NumpyHandler):
     """Opens arrays of what a checkpoint calls `kind`, and leaves to read them to who asks."""
 
+    _array_metadata_store = None  # as in ArrayHandler(array_metadata_store=None); Orbax warns without it
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -178,7 +180,9 @@ class Streaming(ocp.type_handlers.NumpyHandler):
     def handler(self) -> ocp.PyTreeCheckpointHandler:
         """An Orbax handler of pytrees of `Coming` and of numpy arrays."""
         arrays = ocp.type_handlers.create_type_handler_registry(
-            (Coming, self), (np.ndarray, ocp.type_handlers.NumpyHandler())
+            (Coming, self),
+            (np.ndarray, ocp.type_handlers.NumpyHandler()),
+            (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None)),  # without it, Orbax warns
         )
         # Weights hardly compress, and it would take most of the time.
         return ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, use_compression=False, use_ocdbt=False)
