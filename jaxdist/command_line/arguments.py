@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from jaxdist.command_line.plugins import add_plugins, load_named, merged
 from jaxdist.config.aliases import flag_here, plain
+from jaxdist.config.data import Data
 from jaxdist.config.errors import ConfigError, OtherShapes, closest, nearest
 from jaxdist.config.experiment import Experiment, as_argument, section_type
 from jaxdist.config.model import Model, Section, held_by_weights, model_differences, same_model
@@ -265,6 +266,16 @@ def load(
     if start:
         _check_start(experiment, start, overrides, f"{option} {config}" if own_model else "")
     return experiment
+
+
+def load_model(config: str | Path, option: str) -> Experiment:
+    """A config for a command that reads no data: a sequence length that it does not set is within its positions.
+    Raises ConfigError."""
+    values = read_config(find_config(config, option), option)
+    model, data = (table if isinstance(table := values.get(name), dict) else {} for name in ("model", "data"))
+    positions = model.get("positions")
+    shorter = type(positions) is int and 0 < positions < Data().sequence and "sequence" not in data
+    return load(config, {"data.sequence": positions} if shorter else {}, option)
 
 
 def of_weights(model: Model) -> Iterator[str]:

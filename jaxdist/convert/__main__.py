@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jaxdist.command_line.arguments import Parser, load, load_before_fields, user_path
+from jaxdist.command_line.arguments import Parser, load_before_fields, load_model, user_path
 from jaxdist.command_line.plugins import add_plugins, load_named
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.bounded import parse
@@ -114,7 +114,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     source, target = KINDS[kind], KINDS[a.to or target_kind(kind, a.target)]
     check_name(a.target, target)
     target.check_writes()
-    wanted = load(a.model, {}, "--model") if a.model else None
+    wanted = load_model(a.model, "--model") if a.model else None
     if a.peak and not source.rates:
         having = ", ".join(name for name, kind in KINDS.items() if kind.rates)
         raise ConfigError(

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError
 from jaxdist.conftest import often, slow
 from jaxdist.convert.__main__ import main
@@ -201,3 +203,19 @@ def test_what_origin_says_of_another_type(said: Any, tmp_path: Path) -> None:
     seal(run / "origin")
     with pytest.raises(ConfigError, match=r"origin.json is damaged: .*; remove \S+origin, or use a copy"):
         read_content(run)
+
+
+def test_a_model_whose_config_sets_no_sequence(tmp_path: Path) -> None:
+    """A conversion reads no data: its default length is within the positions, and the run's config holds it. A length
+    that is set is checked."""
+    model = GPT2.model_copy(update={"positions": 48})
+    written(tmp_path / "hf", "hf", content_of(model))
+    config = tmp_path / "model.toml"
+    config.write_text(tomli_w.dumps({"model": model.model_dump(exclude_none=True)}))
+    main([str(tmp_path / "hf"), str(tmp_path / "run"), "--model", str(config)])
+    assert load(tmp_path / "run" / "config.toml", {}).data.sequence == 48
+    config.write_text(config.read_text() + "\n[data]\nsequence = 49\n")
+    with pytest.raises(ConfigError, match=r"data.sequence = 49 is longer than model.positions = 48"):
+        main([str(tmp_path / "hf"), str(tmp_path / "other"), "--model", str(config)])
+    with pytest.raises(ConfigError, match=r"data.sequence = 128 is longer than model.positions = 48"):
+        load(None, {"model.positions": 48})
