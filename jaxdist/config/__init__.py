@@ -4,6 +4,9 @@ Imports no other room; `registry.py` loads the rows of `families` by name on fir
 so it imports neither jax nor torch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from jaxdist.config.data import Data
 from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import (
@@ -61,3 +64,13 @@ __all__ = [
     "whole_number",
     "write_record",
 ]
+
+# Earlier places of names, which scripts import from here: looked up when asked for, since this room imports no other.
+MOVED = {"RunFolder": "jaxdist.runs.folder", "load": "jaxdist.command_line.arguments"}
+
+if not TYPE_CHECKING:  # which would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name in MOVED:
+            return getattr(import_module(MOVED[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""Earlier path of `mappings.suggest`, for scripts."""
+
+from jaxdist.convert.mappings.suggest import suggest
+
+__all__ = ["suggest"]
