@@ -157,7 +157,7 @@ DEVICES = [8, *slow([1])]
 
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize(
-    ("remat", "every"), [("none", 1), pytest.param("full", 1, marks=pytest.mark.slow), ("full", 2)]
+    ("remat", "every"), [("none", 1), *(pytest.param("full", every, marks=pytest.mark.slow) for every in (1, 2))]
 )
 def test_a_step_copies_no_weights(devices: int, remat: str, every: int) -> None:
     """Neither gathered weights nor slices of the stack are kept from forward to backward, in any mode."""
