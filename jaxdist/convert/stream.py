@@ -22,7 +22,6 @@ from jaxdist.config import ConfigError
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of
 from jaxdist.convert.finite import bad_values
 from jaxdist.convert.mappings.atoms import Atom, Entry, fill
-from jaxdist.formats import buffers
 from jaxdist.formats.finite import BadValues, is_second_moment, of_kind, refused
 from jaxdist.formats.tables import LAYERS, OWN, table_of
 
@@ -137,7 +136,7 @@ class Resharder(ABC):
 
         if target.same(source):  # then they are all of the unit
             return {target.name: np.asarray(read(source), order="C")}
-        made = {target.name: buffers.empty(target.shape, dtype) for target in unit.targets}
+        made = {target.name: np.empty(target.shape, dtype) for target in unit.targets}
         fill(made, unit.targets, unit.sources, read)
         return made
 
@@ -180,10 +179,8 @@ class Resharder(ABC):
                 put(job.group, *tensors.popitem())
             return size
 
-        jobs = self._jobs(groups)
-        with buffers.reuse(max((job.bytes for job in jobs), default=0) // 2):
-            for size in together(jobs, work):
-                self.report(size)
+        for size in together(self._jobs(groups), work):
+            self.report(size)
 
     def _jobs(self, groups: Iterable[str]) -> list["Job"]:
         return [Job(self._cost(group, unit), group, unit) for group in groups for unit in self.units[group]]
@@ -311,7 +308,7 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """`array` in `dtype`, rounded to nearest. Raises ConfigError where finite values become infinite."""
     if array.dtype == dtype:
         return array
-    result = buffers.empty(array.shape, dtype)
+    result = np.empty(array.shape, dtype)
     numbers, rounded = array.reshape(-1), result.reshape(-1)
     for start in range(0, array.size, BLOCK):
         before, after = numbers[start : start + BLOCK], rounded[start : start + BLOCK]

@@ -6,7 +6,6 @@ import numpy as np
 
 from jaxdist.config import EMA, Decoder, Model
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of, with_vocabulary
-from jaxdist.formats import buffers
 from jaxdist.runs.display import say
 
 MEANS = (PARAMETERS, EMA)  # groups whose new rows are the mean of the others; of moments they are zero
@@ -62,7 +61,7 @@ def _resized(leaf: Leaf, axis: int, sizes: tuple[int, Decoder], mean: bool) -> L
     shape = (*leaf.shape[:axis], model.vocab_rows, *leaf.shape[axis + 1 :])
 
     def read() -> np.ndarray:
-        made = buffers.empty(shape, leaf.dtype)
+        made = np.empty(shape, leaf.dtype)
         before, after = (np.moveaxis(array, axis, 0) for array in (leaf.read(), made))
         before = before[:tokens]
         after[: len(before)] = before[: len(after)]

@@ -1,4 +1,4 @@
-"""Memory is used again when nothing shows it any more, and not before; what lies in files is read and written whole."""
+"""What lies in files is read and written whole."""
 
 import errno
 from pathlib import Path
@@ -10,56 +10,6 @@ import pytest
 from jaxdist.formats import buffers
 
 F32 = np.dtype(np.float32)
-
-
-def address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def test_memory_is_used_again() -> None:
-    with buffers.reuse(0):
-        first = buffers.empty((3, 5), F32)
-        place, part = address(first), first.T[2:]
-        del first
-        second = buffers.empty((15,), F32)
-        assert address(second) != place  # a part of it is still shown
-        del part
-        larger = buffers.empty((20,), F32)
-        assert address(larger) != place
-        assert address(buffers.empty((30,), np.dtype(np.int16))) == place
-
-
-def test_beyond_enough_free_memory_goes_to_the_system() -> None:
-    """First what has been free for longest; what is in use stays."""
-    found = buffers.Buffers(enough=100)
-    lent = [found.empty(size) for size in (40, 30, 20)]
-    assert found.held == 90
-    del lent[0]
-    del lent[0]
-    lent.append(found.empty(50))  # in place of the 40
-    assert found.held == 100
-    assert [memory.size for memory in found.free] == [30]
-    lent.append(found.empty(80))
-    assert found.held == 150
-    assert not found.free
-
-
-def test_after_the_block_memory_is_fresh() -> None:
-    with buffers.reuse(0):
-        array = buffers.empty((4,), F32)
-    assert isinstance(array.base, np.ndarray)
-    assert buffers.empty((4,), F32).base is None
-
-
-def test_blocks_may_overlap() -> None:
-    """Those of two threads, of which the first to begin ends first."""
-    first, second = buffers.reuse(0), buffers.reuse(0)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert buffers.empty((4,), F32).base is not None
-    second.__exit__(None, None, None)
-    assert buffers.empty((4,), F32).base is None
 
 
 def test_there_and_back(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxdist.config import ConfigError
 from jaxdist.config.bounded import within
-from jaxdist.formats import buffers
 from jaxdist.formats.folders import (
     CONFIG,
     DEEPSPEED_EXPERTS,
@@ -370,7 +369,7 @@ class Zero(Saved):
             raise self.wrong(f"its ranks hold {name} in several dtypes")
 
         def read() -> np.ndarray:
-            flat, start = buffers.empty((size,), dtype), 0
+            flat, start = np.empty((size,), dtype), 0
             for piece in pieces:
                 numbers = piece.read()[: size - start]
                 flat[start : start + len(numbers)] = numbers

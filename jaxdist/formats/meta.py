@@ -9,7 +9,6 @@ import numpy as np
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.bounded import read_json, within
 from jaxdist.config.model import MOST_LAYERS
-from jaxdist.formats import buffers
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.leaves import Leaf, Reader
 from jaxdist.formats.naming import recognized
@@ -92,7 +91,7 @@ def _whole(path: Path, name: str, ranks: Sequence[Mapping[str, Leaf]], shape: Sh
     sizes = [piece.shape[axis] for piece in pieces]
 
     def read() -> np.ndarray:
-        whole = buffers.empty(found, first.dtype)
+        whole = np.empty(found, first.dtype)
         for piece, part in zip(pieces, np.split(whole, np.cumsum(sizes)[:-1], axis), strict=True):
             part[...] = piece.read()
         return whole

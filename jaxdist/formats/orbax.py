@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, Model, check_shapes
 from jaxdist.config.bounded import read_json, within
-from jaxdist.formats import buffers
 from jaxdist.formats.foreign import check_files
 from jaxdist.formats.leaves import Leaf, Leaves, Reader
 from jaxdist.formats.tables import EXPERTS, RETURNED, Shape, Stored, piece_name, stack_depth, stored
@@ -119,7 +118,7 @@ def numbers_of(checkpoint: Path, array: "ts.TensorStore") -> np.ndarray:
     """The stored array. Raises ConfigError."""
     import tensorstore as ts
 
-    made = buffers.empty(tuple(array.shape), np.dtype(array.dtype.numpy_dtype))
+    made = np.empty(tuple(array.shape), np.dtype(array.dtype.numpy_dtype))
     with reading(checkpoint):
         ts.array(made, copy=False, write=True).write(array).result()
     return made

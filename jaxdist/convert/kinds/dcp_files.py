@@ -37,7 +37,7 @@ from jaxdist.convert.kinds.torch_zip import TorchFile
 from jaxdist.convert.optimizers import fused, rates, rules
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
-from jaxdist.formats import buffers, folders
+from jaxdist.formats import folders
 from jaxdist.formats.dcp import APP, FIRST, PREFIXES, STATE, no_weights, part_prefixes
 from jaxdist.formats.dcp_index import EXPERIMENT, nesting, read_index
 from jaxdist.formats.naming import carried, recognized, renaming
@@ -81,7 +81,7 @@ class Tensors:
                 return torch_leaves.leaf(*self._part(name, chunks[0], dtype)).read()
             if not tiled(shape, chunks):
                 raise ValueError("its parts overlap or are not all of it")
-            tensor = buffers.empty(shape, dtype)
+            tensor = np.empty(shape, dtype)
             for chunk in chunks:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 into, (path, _, part) = tensor[tuple(place)], self._part(name, chunk, dtype)

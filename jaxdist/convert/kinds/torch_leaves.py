@@ -39,7 +39,7 @@ def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
             if tensor.is_contiguous():
                 shown = buffers.read(path, start, tuple(tensor.shape), dtype)
             else:
-                shown = buffers.empty(tuple(tensor.shape), dtype)
+                shown = np.empty(tuple(tensor.shape), dtype)
                 gather(shown, path, start, tensor.stride())
         except (OSError, MemoryError, ValueError) as error:
             raise ConfigError(f"{path}: tensor {name}: {error}; use a whole copy") from None
