@@ -6,7 +6,7 @@ JAX_COMPILATION_CACHE_MAX_SIZE says how many bytes, -1 any number.
 
 JAX finds a program by a hash of all that it is compiled from: its text, in which collectives have their numbers already
 (`jaxdist/runtime/xla.py`), the options and flags of the compiler, the versions, and the devices with their features.
-JAX writes its own files in place: a kill leaves half of one, which each later start reads and none writes again. Here
+JAX (0.10.2, 0.12.0) writes its own in place: a kill leaves half of one, which all read and none writes again. Here
 a file appears whole or not at all, is compared with its checksum, and is removed where it is damaged.
 """
 
