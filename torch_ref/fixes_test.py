@@ -47,6 +47,7 @@ def test_each_fix_is_followed_until_it_works(argv: list[str]) -> None:
     assert followed(line_of(argv), checks) >= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", SIZES)
 def test_no_fix_leads_in_a_circle(family: str) -> None:
     extra = {"train.compile": "true"} if family != "resnet" else {}

@@ -48,6 +48,7 @@ def test_a_plan_without_closed_forms_tells_the_state(forms: Any, capsys: pytest.
     assert "closed form of family llama is unknown: its accounting lacks footprint (memory and time), exch" in said
 
 
+@pytest.mark.long
 def test_a_compiled_plan_without_closed_forms_is_measured(forms: Any, capsys: pytest.CaptureFixture[str]) -> None:
     forms(None)
     compiled = told(capsys, "--mesh", "2x4", "--compiled")["compiled"]

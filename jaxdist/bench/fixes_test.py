@@ -70,6 +70,7 @@ def files(tmp_path: Path, result: Path, quick: None, monkeypatch: pytest.MonkeyP
     (tmp_path / "README.md").write_text(f"{readme.BEGIN}\nearlier\n{readme.END}\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wrong", "fix", "rights"), FOLLOWED, ids=lambda value: "")
 def test_each_fix_is_followed(wrong: Sequence[str], fix: str, rights: Sequence[Sequence[str]]) -> None:
     with pytest.raises(ConfigError) as error:
@@ -80,6 +81,7 @@ def test_each_fix_is_followed(wrong: Sequence[str], fix: str, rights: Sequence[S
         shutil.rmtree("new", ignore_errors=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["", f"{readme.END}\n{readme.BEGIN}\n"])
 def test_lines_are_written_where_a_readme_has_none(text: str, tmp_path: Path) -> None:
     (file := tmp_path / "plain.md").write_text(text)

@@ -189,6 +189,7 @@ def drawn(family: str, seed: int) -> Line:
     return line | {"model.family": family, "parallel.mesh": ",".join(f"{a}={random.randint(2, 6)}" for a in axes)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", SIZES)
 def test_no_fix_leads_in_a_circle(family: str) -> None:
     """Sizes that a mesh divides have to fit each other too, as GPT-2's heads its width."""
@@ -214,6 +215,7 @@ def on_given_weights(line: Line, path: Path, option: str) -> Line:
     return {option: str(path)} | {name: value for name, value in line.items() if name not in own}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["init", "resume"])
 @pytest.mark.parametrize("family", SIZES)
 def test_no_fix_asks_for_another_model_than_that_of_the_weights(family: str, option: str, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def ours(path: Path, kind: str) -> dict[str, np.ndarray]:
     return {name: array for _, name, array in Conversion(content, OWN).stream("parameters")}
 
 
+@pytest.mark.long
 def test_it_converts_from_and_to_its_own_names(
     registered: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def peak(do: Callable[[], Any]) -> int:
     return most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stored", ["once", "twice"])
 def test_a_tied_head_is_compared_in_blocks(stored: str, tmp_path: Path) -> None:
     """And not at all where both are one tensor of the file."""
@@ -114,6 +115,7 @@ def test_pieces_of_ranks_are_read_one_at_a_time(axis: int) -> None:
     assert np.array_equal(leaf.read(), np.concatenate([piece.read() for piece in pieces], axis))
 
 
+@pytest.mark.long
 def test_a_run_writes_its_embeddings_in_small_chunks(tmp_path: Path) -> None:
     """A chunk is in memory several times while it is read."""
     model = Llama(**{**SMALL, "vocab": 3 * CHUNK // (4 * SMALL["dim"])})

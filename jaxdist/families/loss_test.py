@@ -57,6 +57,7 @@ def test_chunks_are_the_whole(chunks: int) -> None:
         assert error(found, right) < 1e-14
 
 
+@pytest.mark.long
 def test_the_head_s_gradient_is_rounded_once() -> None:
     """In bfloat16 as accurate in chunks as at once, however many there are; a sum in bfloat16 is not."""
     exact, at_once = graded(jnp.float64, 1)[2], graded(jnp.bfloat16, 1)[2]

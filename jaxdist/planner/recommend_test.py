@@ -160,6 +160,7 @@ def test_reasons_are_true(case: str) -> None:
             check(plan, sentence)
 
 
+@pytest.mark.long
 def test_every_choice_is_told_of() -> None:
     sentences = [sentence for case in CASES for plan in recommended(case)[:3] for sentence in reasons(plan)]
     for begins in ("tensor", "context", "pipeline", "data", "remat", "accumulation"):
@@ -185,6 +186,7 @@ def test_without_a_choice_nothing_is_said() -> None:
     assert not any(sentence.startswith(tuple(STRATEGIES)) for sentence in reasons(plan))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "true", "false"),
     [

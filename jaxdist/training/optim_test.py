@@ -192,6 +192,7 @@ SPECS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
     """Of stacked matrices that decay and stacked vectors that do not; one step is not taken."""

@@ -62,6 +62,7 @@ def test_every_advice_to_install_is_tested() -> None:
     assert {package for file, package, _ in advised() if file.endswith(".py")} <= {"jaxdist", *OTHERS}
 
 
+@pytest.mark.long
 def test_the_command_that_fetches_a_pointer_is_one_of_git_lfs() -> None:
     from jaxdist.config.bounded import FETCH
 

@@ -219,6 +219,7 @@ def check(case: Case, whole: Whole, seed: str) -> bool:
     return bool(refusals)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [QUICK, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore")

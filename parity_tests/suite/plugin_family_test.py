@@ -57,6 +57,7 @@ def trained(side: str, folder: Path, settings: dict[str, Any]) -> Run:
     return run(side, folder / name, folder / "config.toml", settings, *init)
 
 
+@pytest.mark.long
 def test_both_sides_agree(folder: Path, ours: Run) -> None:
     theirs = trained("torch_ref", folder, {})
     assert compare.curve(ours.metrics, theirs.metrics, "loss").max() <= compare.LOSS
@@ -64,6 +65,7 @@ def test_both_sides_agree(folder: Path, ours: Run) -> None:
     assert ours.metrics[-1]["loss"] < ours.metrics[0]["loss"]
 
 
+@pytest.mark.long
 def test_its_own_options_and_names(folder: Path, ours: Run, tmp_path: Path) -> None:
     """A flag of its model section changes the model; all of its names in files, there and back to the bit."""
     drawn = {"steps": 1, "model.rotated": 8}  # the same starting weights, as the seed of `hf` draws them
@@ -79,6 +81,7 @@ def test_its_own_options_and_names(folder: Path, ours: Run, tmp_path: Path) -> N
     assert back.keys() == weights.keys() and all(np.array_equal(back[name], weights[name]) for name in weights)
 
 
+@pytest.mark.long
 def test_it_is_evaluated_and_planned(folder: Path, ours: Run) -> None:
     done = command("jaxdist.evaluate", "--checkpoint", str(ours.path), "--json", "--device", "cpu")
     assert done.returncode == 0, done.stderr

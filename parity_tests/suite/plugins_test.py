@@ -117,6 +117,7 @@ def registered(*names: str) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.long
 def test_both_sides_agree(ours: Run, theirs: Run) -> None:
     assert ours.experiment.plugins == theirs.experiment.plugins == (PLUGIN,)
     assert compare.curve(ours.metrics, theirs.metrics, "loss").max() <= compare.LOSS
@@ -126,11 +127,13 @@ def test_both_sides_agree(ours: Run, theirs: Run) -> None:
     assert ours.metrics[-1]["loss"] < ours.metrics[0]["loss"]
 
 
+@pytest.mark.long
 def test_the_comparison_sees_another_rule(ours: Run, folder: Path) -> None:
     wrong = trained("torch_ref", folder, {"optimizer.beta2": 0.951})
     assert compare.curve(ours.metrics, wrong.metrics, "loss").max() > compare.LOSS
 
 
+@pytest.mark.long
 def test_the_strategy_shards_as_its_row_says(ours: Run, theirs: Run) -> None:
     """Parameters and optimizer state over fsdp, gradients whole, in JAX and in torch."""
     for made in (ours, theirs):
@@ -142,6 +145,7 @@ def test_the_strategy_shards_as_its_row_says(ours: Run, theirs: Run) -> None:
     assert sent[1]["reduce_scatter", "fsdp"] == blocks + 1  # once a step, where fsdp has one each microbatch
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_torch_and_a_config_needs_no_flag(half: Run, theirs: Run, tmp_path: Path) -> None:
     """Half of the steps in JAX, through a torch file and a distributed checkpoint, the others in torch by --resume."""
     convert([str(half.path), str(tmp_path / "file.pt")])
@@ -154,6 +158,7 @@ def test_a_run_goes_on_in_torch_and_a_config_needs_no_flag(half: Run, theirs: Ru
     assert max(compare.states(resumed.states, theirs.states).values()) <= compare.STATE
 
 
+@pytest.mark.long
 def test_a_run_resumes_in_jax(half: Run, ours: Run, tmp_path: Path) -> None:
     resumed = Run("jaxdist", shutil.copytree(half.path, tmp_path / "run"))
     flags = ["--resume", str(resumed.path), "--steps", str(STEPS), "--device", "cpu"]
@@ -162,6 +167,7 @@ def test_a_run_resumes_in_jax(half: Run, ours: Run, tmp_path: Path) -> None:
     assert set(compare.states(resumed.states, ours.states).values()) == {0}
 
 
+@pytest.mark.long
 def test_a_run_folder_is_evaluated_and_planned(folder: Path, ours: Run, capsys: pytest.CaptureFixture[str]) -> None:
     done = command("jaxdist.evaluate", "--checkpoint", str(ours.path), "--batches", "2", "--json", "--device", "cpu")
     assert done.returncode == 0, done.stderr
@@ -170,6 +176,7 @@ def test_a_run_folder_is_evaluated_and_planned(folder: Path, ours: Run, capsys: 
     assert json.loads(capsys.readouterr().out)["strategy"] == "fsdp_once"
 
 
+@pytest.mark.long
 def test_weights_are_converted_to_the_bit(folder: Path, tmp_path: Path) -> None:
     convert([str(folder / "weights.toy"), str(tmp_path / "hf"), "--to", "hf", "--plugins", PLUGIN])
     before, after = (load_file(path / "model.safetensors") for path in (folder / "hf", tmp_path / "hf"))
@@ -301,6 +308,7 @@ def test_a_name_that_is_taken(row: str, bad: Package) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("said", LACKING)
 def test_a_piece_that_a_command_lacks(said: str, bad: Package, folder: Path, tmp_path: Path) -> None:
     source, main, arguments = LACKING[said]
@@ -328,6 +336,7 @@ def test_a_strategy_that_cannot_be() -> None:
         strategies.Strategy("odd", parameters=False, gradients=True, optimizer=True, reshards=True)
 
 
+@pytest.mark.long
 def test_exit_code_and_one_message(bad: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad("raise RuntimeError('no licence for this machine')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

@@ -120,6 +120,7 @@ def test_weights_are_looked_at_before_the_optimizer(tmp_path: Path) -> None:
         refused(tmp_path, says)
 
 
+@pytest.mark.long
 def test_a_transposition_is_called_one(tmp_path: Path) -> None:
     """And the fix that the message gives leads to the right weights."""
     found = lightning(tmp_path / "a.ckpt", "net.")
@@ -206,6 +207,7 @@ def test_the_peak_of_one_cycle(tmp_path: Path) -> None:
     assert load(tmp_path / "run" / "config.toml", {}).optimizer.learning_rate == 2e-3
 
 
+@pytest.mark.long
 def test_averages_are_not_taken_for_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lightning's WeightAveraging keeps the weights themselves, which its optimizer is of, beside."""
     found = lightning(tmp_path / "a.ckpt", "net.")

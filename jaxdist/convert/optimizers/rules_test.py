@@ -68,6 +68,7 @@ def test_states_of_experts(name: str, tmp_path: Path) -> None:
     assert tensors(tmp_path / "back") == tensors(first)
 
 
+@pytest.mark.long
 def test_factors_of_convolutions(tmp_path: Path) -> None:
     """torch's are of the last two dimensions of [O, I, Y, X], which are our first of [Y, X, I, O]."""
     content = content_of(IMAGES, name="adafactor")
@@ -81,6 +82,7 @@ def test_factors_of_convolutions(tmp_path: Path) -> None:
     assert tensors(tmp_path / "back") == tensors(first)
 
 
+@pytest.mark.long
 def test_factors_of_fused_matrices_are_refused(tmp_path: Path) -> None:
     """Hugging Face's GPT-2 has query, key and value as one matrix: the means over its columns are of all three."""
     first = written(tmp_path / "first", "orbax", content_of(MODELS["GPT2LMHeadModel"], name="adafactor"))
@@ -139,6 +141,7 @@ def script(file: Path, build: Any, folder: Path) -> Any:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", often(CLASSES, ["adam with decay", "sgd"]))
 def test_a_script_gets_its_own_back(name: str, tmp_path: Path) -> None:
     """And trains in a run of its rule until then."""
