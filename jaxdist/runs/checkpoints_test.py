@@ -139,6 +139,7 @@ def test_manifests_of_before_have_other_checksums(tmp_path: Path) -> None:
     assert damage(folder) == "its file a has changed since it was written"
 
 
+@pytest.mark.long
 def test_no_flip_in_a_manifest_makes_another_checkpoint_whole(tmp_path: Path) -> None:
     """Each bit: found, or the manifest still says the same of the same files."""
     folder = write(tmp_path, 3)

@@ -240,6 +240,7 @@ def small(documents: Path) -> tuple[Finished, Finished]:
     return loops.SmallSingle(documents).run("ours"), loops.SmallInDouble(documents).run("ours")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loop", "cause", "how"),
     [
@@ -260,6 +261,7 @@ def test_gradients_of_the_first_step_tell_what_rounding_hides_of_the_loss(
     assert unkept and "a run in fp64" in unkept.how
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("loop", "holds"), [(loops.SmallSingle, True), (loops.SmallExactGelu, False)])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_run_with_the_other_gelu_is_told_by_which_it_is_nearer_to(

@@ -175,6 +175,7 @@ def test_a_right_rule_by_hand_has_no_cause(documents: Path, right: Finished) -> 
 class SmallEpsInDouble(loops.SmallInDouble, loops.Eps): ...
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loop", "cause", "how"),
     [

@@ -243,6 +243,7 @@ def test_a_mutated_source_is_read_or_refused(name: str, count: int, sources: Cal
     assert refused or case.kept
 
 
+@pytest.mark.long
 def test_of_several_arrays_that_cannot_be_read_one_error_is_told(
     sources: Callable[[str], Whole], monkeypatch: pytest.MonkeyPatch
 ) -> None:

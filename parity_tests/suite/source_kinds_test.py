@@ -258,6 +258,7 @@ def test_both_take_it_alike(name: str, tmp_path: Path) -> None:
     assert {*by_convert} == {*ref} and all(bits(by_convert[n]) == bits(jax_side[n]) for n in ref)
 
 
+@pytest.mark.long
 def test_a_square_matrix_that_one_side_turns_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shape is right, so that nothing but the numbers tells."""
     _, write, model, _ = SOURCES["a run of jaxdist, qwen2"]
@@ -341,6 +342,7 @@ def test_both_refuse_an_index_of_another_dtype_in_the_same_words(tmp_path: Path)
     assert f"tensor {name}: __0_0.distcp has float32[" in jax and "of it, not bfloat16[" in jax
 
 
+@pytest.mark.long
 def test_a_layer_of_an_orbax_checkpoint_is_named_by_the_array_and_its_place(tmp_path: Path) -> None:
     """As `jaxdist.train --init` and `convert` name it."""
     _, write, model, _ = SOURCES["the Trainer"]

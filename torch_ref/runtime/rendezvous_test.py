@@ -12,13 +12,18 @@ from jaxdist.config import Parallel, exit_codes
 from jaxdist.conftest import free_port
 from torch_ref.runtime import launch, rendezvous
 
+pytestmark = pytest.mark.long
+
 ALL = (0, 1, 2)
+FORKS = get_context("forkserver")  # of a process that has imported torch and not JAX, whose threads a fork warns of
+FORKS.set_forkserver_preload([__name__])
 
 
 def rank(environment: Mapping[str, str], output: Path) -> None:
     """One rank, until it has met the others."""
     sys.stdout = sys.stderr = output.open("w", buffering=1)
     os.environ |= environment
+    rendezvous.LATER = 2
 
     def main() -> None:
         with launch.reported_once():
@@ -36,7 +41,7 @@ def ended(changed: tuple[int, ...], variables: dict[str, str], folder: Path) -> 
     ranks = []
     for number in ALL:
         own = {"RANK": str(number), "LOCAL_RANK": str(number)} | (variables if number in changed else {})
-        ranks.append(get_context("fork").Process(target=rank, args=(shared | own, folder / str(number))))
+        ranks.append(FORKS.Process(target=rank, args=(shared | own, folder / str(number))))
     try:
         for process in ranks:
             process.start()
@@ -50,7 +55,6 @@ def ended(changed: tuple[int, ...], variables: dict[str, str], folder: Path) -> 
 
 @pytest.fixture(autouse=True)
 def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LATER", 2)
     for name in ("LOCAL_WORLD_SIZE", "TORCH_REF_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
 

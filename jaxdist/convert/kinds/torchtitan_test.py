@@ -150,6 +150,7 @@ def test_its_qwen3(tmp_path: Path) -> None:
     assert np.array_equal(expected[query].read(), tensors["layers.0.attention.qkv_linear.wq.weight"].numpy())
 
 
+@pytest.mark.long
 def test_there_and_back(tmp_path: Path) -> None:
     """The same entries under the same names, buffer and counters too."""
     first = saved(tmp_path / "step-9", now)
