@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.fitting import moved, split_into
-from torch_ref.families.models import computing
 from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.mesh import BATCH, axis_size
 from torch_ref.parallel.weights import local
@@ -143,7 +142,7 @@ class Pipeline(nn.ModuleList):
 
     def _through(self, run: Any, loss: Loss, tokens: Tensor, targets: Tensor) -> None:
         self.loss = loss
-        with loss_parallel(), computing(self[0]):
+        with loss_parallel():
             run(*([tokens] if self.first else []), target=targets if self.last else None, return_outputs=False)
 
     @property

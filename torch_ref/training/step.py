@@ -72,11 +72,8 @@ def train_step(program: Program, batch: Rows, step: int, watch: Watch) -> Values
         return optimizer.scaler.scale(loss + added / parts)
 
     if isinstance(model, Pipeline):
-        model.accumulate(
-            lambda logits, targets: scaled(nats(logits, targets, config)),
-            batch.inputs,
-            batch.targets,
-        )
+        with computing(parts_of(model)[0]):
+            model.accumulate(lambda logits, targets: scaled(nats(logits, targets, config)), batch.inputs, batch.targets)
     else:
         for i, part in enumerate(microbatches(batch, parts)):
             with microbatch(model, experiment.parallel, last=i == parts - 1):
@@ -164,7 +161,8 @@ def evaluate(program: Program, batch: Rows) -> tuple[float, float]:
 
     model.eval()  # by running statistics
     if isinstance(model, Pipeline):
-        model.evaluate(lambda logits, targets: counted(nats(logits, targets, config)), batch.inputs, batch.targets)
+        with computing(parts_of(model)[0]):
+            model.evaluate(lambda logits, targets: counted(nats(logits, targets, config)), batch.inputs, batch.targets)
     else:
         with loss_parallel():
             for part in microbatches(batch, experiment.train.accumulation):
