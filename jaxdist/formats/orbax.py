@@ -91,13 +91,13 @@ def arrays(checkpoint: Path) -> dict[str, "ts.TensorStore"]:
 
 
 def spec(folder: Path, name: str, database: bool, zarr3: bool) -> dict[str, Any]:
-    """TensorStore's spec of an array of the item in `folder`: in a `database` of all, or in a folder of its own. Raises
-    ValueError for a name that leads out of it."""
+    """TensorStore's spec of an array of the item in `folder`: in a `database` of all, or in a folder of its own. A
+    missing chunk is an error, as for Orbax. Raises ValueError for a name that leads out of the folder."""
     within(folder, name)
     base = {"driver": "file", "path": f"{folder.resolve()}/"}
     own = base | {"path": f"{base['path']}{name}/"}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"} if database else own
-    return {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
+    return {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
 
 
 def check_chunks(name: str, array: "ts.TensorStore") -> None:

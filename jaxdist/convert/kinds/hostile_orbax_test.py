@@ -16,6 +16,8 @@ from jaxdist.config import ConfigError
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.kinds.formats_test import content_of, written
+from jaxdist.convert.kinds.reader import READER
+from jaxdist.formats import sources
 from jaxdist.runs.checkpoints import MANIFEST
 
 ARRAY = "parameters/embed.embedding"
@@ -62,6 +64,15 @@ def test_pipes(lone: Path, place: str) -> None:
     (lone / place).unlink()
     os.mkfifo(lone / place)
     refused(lone, "it is not a file")
+
+
+def test_a_chunk_that_is_missing(lone: Path) -> None:
+    """TensorStore alone would read it as zeros."""
+    (lone / ARRAY / "0.0").unlink()
+    refused(lone, "missing")
+    leaves = sources.found(lone, READER).leaves
+    with pytest.raises(ConfigError, match="missing"):
+        next(leaf for name, leaf in leaves.items() if "embed" in name).read()
 
 
 def test_a_chunk_that_stands_for_much_more_than_the_array(lone: Path) -> None:

@@ -40,7 +40,6 @@ from jaxdist.training.orbax_io import checkpointer, items
 
 # TensorStore's setting: map files in the page cache, instead of copying them into fresh memory.
 READING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}})
-COMPLETE = {"fill_missing_data_reads": False}  # a chunk that is missing is an error, as for Orbax
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -99,7 +98,7 @@ class Opening(ocp.type_handlers.NumpyHandler):
         return self.kind
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        specs = [spec(Path(i.parent_dir), i.name, i.is_ocdbt_checkpoint, i.use_zarr3) | COMPLETE for i in infos]
+        specs = [spec(Path(i.parent_dir), i.name, i.is_ocdbt_checkpoint, i.use_zarr3) for i in infos]
         stores = [
             await ts.open(array, open=True, context=ts.Context(READING, parent=info.ts_context))
             for array, info in zip(specs, infos, strict=True)
