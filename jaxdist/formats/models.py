@@ -8,9 +8,9 @@ from jaxdist.config import Decoder, Experiment, Model
 from jaxdist.formats import nanogpt
 from jaxdist.formats.folders import CONFIG
 from jaxdist.formats.hf import experiment_for, read_model
-from jaxdist.formats.naming import Shaped, recognized
+from jaxdist.formats.naming import CURRENT, MODEL, Shaped, recognized
 from jaxdist.formats.plan import embedding
-from jaxdist.formats.torch_files import EXPERIMENT, is_own
+from jaxdist.formats.torch_files import EXPERIMENT, is_own, key_of
 
 
 def states_model(tree: Any) -> bool:
@@ -30,8 +30,22 @@ def experiment_in(path: Path, tree: Any) -> Experiment | None:
 
 
 def notes(path: Path, tree: Any) -> list[str]:
-    """Notes on a file whose experiment is known."""
-    return nanogpt.notes(path, tree) if nanogpt.is_nanogpt(tree) and not is_own(tree) else []
+    """Notes on a file: how a model that it states is read, and weights that it has besides."""
+    if nanogpt.is_nanogpt(tree) and not is_own(tree):
+        return nanogpt.notes(path, tree)
+    return [averages_note(path)] if has_averages(tree) else []
+
+
+def has_averages(tree: Any) -> bool:
+    """Whether a file has averages of the weights where others have the weights, as Lightning's WeightAveraging."""
+    return isinstance(tree, dict) and key_of(tree, MODEL) == CURRENT
+
+
+def averages_note(path: Path) -> str:
+    return (
+        f"{path}: its state_dict has averages of the weights, which stay behind without --ema; {CURRENT} has the "
+        "weights"
+    )
 
 
 def experiment_beside(path: Path) -> Experiment | None:

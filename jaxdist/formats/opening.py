@@ -50,7 +50,7 @@ def described_by(reader: Reader, path: Path) -> Source | None:
             return of_experiment(path, source.experiment)._replace(notes=source.notes)
         if source.rows and (experiment := models.experiment_beside(path)):
             fitted = models.fitted(str(path), experiment.model, source.leaves)
-            return of_experiment(path, experiment)._replace(model=fitted)
+            return of_experiment(path, experiment)._replace(model=fitted, notes=source.notes)
     return None
 
 

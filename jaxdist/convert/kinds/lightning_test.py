@@ -16,7 +16,9 @@ from jaxdist.conftest import often
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.kinds.formats_test import content_of, tensors, written
+from jaxdist.convert.kinds.reader import READER
 from jaxdist.convert.optimizers.rates import rate_at
+from jaxdist.formats import sources
 from jaxdist.formats.hf import experiment_for, to_settings
 
 torch = pytest.importorskip("torch")
@@ -216,6 +218,7 @@ def test_averages_are_not_taken_for_the_weights(tmp_path: Path, capsys: pytest.C
     torch.save(found | {"state_dict": averages, "current_model_state": current}, tmp_path / "a.ckpt")
     same_as_without(tmp_path)
     assert "its state_dict has averages of the weights, which stay behind" in capsys.readouterr().out
+    assert "its state_dict has averages" in str(sources.found(tmp_path / "a.ckpt", READER).notes)
     main([str(tmp_path / "a.ckpt"), str(tmp_path / "ema"), "--to", "hf", "--ema", *config(tmp_path)])
     written = load_file(tmp_path / "ema" / "model.safetensors")
     ours = {name.removeprefix("net."): tensor for name, tensor in averages.items()}

@@ -199,7 +199,7 @@ def test_weights_that_do_not_fit_its_arguments(tmp_path: Path) -> None:
     found = checkpoint(tmp_path / "ckpt.pt")
     torch.save(found | {"model_args": found["model_args"] | {"vocab_size": V - 1}}, tmp_path / "ckpt.pt")
     with pytest.raises(
-        ConfigError, match=rf"tensor transformer.wte.weight is \({V}, {D}\) there, and \({V - 1}, {D}\)"
+        ConfigError, match=rf"tensor _orig_mod.transformer.wte.weight is \({V}, {D}\) there, and \({V - 1}, {D}\)"
     ):
         converted(tmp_path)
     del found["model_args"]["block_size"]

@@ -27,7 +27,6 @@ from jaxdist.convert.kinds.torch_leaves import empty, leaf
 from jaxdist.convert.kinds.torch_own import BUFFERS, METRICS, ORIGIN, log_of, origin_of, put_own
 from jaxdist.convert.kinds.torch_parts import (
     APEX,
-    CURRENT,
     ENTRIES,
     MODEL,
     SCALER,
@@ -119,12 +118,8 @@ def read_content(
     Raises ConfigError."""
     if own := is_own(tree := load(path)):
         rates.check_unasked(path, peak)
-    is_average = isinstance(tree, dict) and key_of(tree, MODEL) == CURRENT
-    if is_average:
-        say(
-            f"{path}: its state_dict has averages of the weights, which stay behind without --ema; {CURRENT} has the "
-            "weights"
-        )
+    if is_average := models.has_averages(tree):
+        say(models.averages_note(path))
     tensors, optimizer = weights_of(path, tree, leaf), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     naming, names = recognized(str(path), tensors, found.model)
