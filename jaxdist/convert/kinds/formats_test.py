@@ -28,7 +28,6 @@ from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.mappings.atoms import Shape
 from jaxdist.convert.stream import Conversion, units
 from jaxdist.families.llama.config import Llama
-from jaxdist.formats import buffers
 from jaxdist.formats.finite import is_square, of_kind
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.sources import kind_of, sibling
@@ -401,7 +400,6 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
     written(tmp_path / "warm", kind, content)  # imports count too
     monkeypatch.setattr(stream.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(stream, "AHEAD", ahead // 4)  # the rest is for the plan of some hundred tensors
-    monkeypatch.setattr(buffers, "ENOUGH", 0)
     assert peak("bounded") < bound
     monkeypatch.setattr(stream, "AHEAD", 10**12)
     assert peak("unbounded") > bound

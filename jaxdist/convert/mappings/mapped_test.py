@@ -20,7 +20,6 @@ from jaxdist.convert.mappings import mapped
 from jaxdist.convert.mappings.mapped import Pytree, Remapping
 from jaxdist.convert.mappings.mapping import KeyMapping, Row
 from jaxdist.convert.mappings.trees import flatten, unflatten
-from jaxdist.formats import buffers
 from jaxdist.runs.checkpoints import seal
 
 pytestmark = pytest.mark.long
@@ -218,7 +217,6 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, monkeypatch: py
     for arguments in there, back:
         main(arguments)  # imports count too
     monkeypatch.setattr(stream, "AHEAD", 0)
-    monkeypatch.setattr(buffers, "ENOUGH", 0)
     size = 600 * 600 * 4
 
     def peak(do: Callable[[], object]) -> int:
