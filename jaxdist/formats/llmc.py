@@ -8,7 +8,7 @@ MODEL, STATE = 20240326, 20240527  # of a checkpoint: its weights, and what its 
 TOKENS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 OTHERS = {
     20240522: "evaluation set", MODEL: "checkpoint", 20240327: "debugging state", 20240328: "tokenizer",
-    STATE: "optimizer state",
+    STATE: "optimizer state", 20240803: "Llama 3 checkpoint",
 }  # fmt: skip
 
 

@@ -33,8 +33,10 @@ def is_read(folder: Path) -> bool:
 def refusal(path: Path) -> ConfigError | None:
     """The error of a file that is a part of a checkpoint, or of a format that is not read; None of all else."""
     folder = path.parent
-    if llmc.magic_of(path) == llmc.STATE:
+    if (magic := llmc.magic_of(path)) == llmc.STATE:
         return ConfigError(f"{path} is an optimizer's state of llm.c's; give the model_*.bin of its step next to it")
+    if magic in llmc.OTHERS and magic != llmc.MODEL:
+        return ConfigError(f"{path} is llm.c's {llmc.OTHERS[magic]}, which is not read; give its GPT-2's model_*.bin")
     if part := part_of(path):
         whole = f"its folder {folder}" if is_read(folder) else f"a folder with {part.needs}"
         return ConfigError(f"{path} is {part.title}; give {whole}")

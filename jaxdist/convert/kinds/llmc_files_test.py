@@ -131,3 +131,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=says):
             main([str(file), str(tmp_path / "other")])
         assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(("magic", "title"), [(20240803, "Llama 3 checkpoint"), (20240328, "tokenizer")])
+def test_other_files_of_llm_c_are_named(magic: int, title: str, tmp_path: Path) -> None:
+    np.array([magic, 3, *[0] * 254], np.int32).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=rf"a.bin is llm.c's {title}, which is not read; give its GPT-2's model_"):
+        main([str(tmp_path / "a.bin"), str(tmp_path / "run")])

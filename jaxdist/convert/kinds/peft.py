@@ -23,12 +23,13 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 # Settings that are honoured, and those that say how an adapter was trained and not how it is added. All others that are
 # set are refused by name.
-HONOURED = ("peft_type", "lora_alpha", "fan_in_fan_out", "use_rslora", "alpha_pattern", "init_lora_weights")
+PATTERNS = {"lora_alpha": "alpha_pattern", "r": "rank_pattern"}  # setting -> its values by patterns of modules' names
+HONOURED = (*PATTERNS, *PATTERNS.values(), "peft_type", "fan_in_fan_out", "use_rslora", "init_lora_weights")
 WITHOUT_EFFECT = (
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
     "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
-    "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "r",
-    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "velora_config",
+    "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size",
+    "revision", "runtime_config", "target_modules", "task_type", "velora_config",
 )  # fmt: skip
 # Other ways to begin, as PiSSA and OLoRA, take what they begin with off the base, so that the sum is another.
 BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -92,7 +93,7 @@ def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Pat
                 f"{adapter}: {name} is of a tensor {change.shape}, and {target} of {source} is {before.shape}; give "
                 "the model that the adapter was trained on"
             )
-        read = partial(_read, change, before, target)
+        read = partial(_read, change, before, f"{adapter}: {name}")
         weights[target] = replace(before, read=read, place=None, besides=2 * before.bytes)
     return replace(base, groups={**base.groups, PARAMETERS: weights})
 
@@ -105,19 +106,18 @@ def _check(adapter: Path, settings: Mapping[str, Any]) -> None:
     if wrong:
         shown = ", ".join(f"{key} = {SHOWN.repr(settings.get(key))}" for key in wrong)
         raise ConfigError(f"{adapter}: {shown}: not merged here; merge it by PEFT's merge_and_unload")
-    patterns = settings.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise ConfigError(
-            f"{adapter / CONFIG}: alpha_pattern = {SHOWN.repr(patterns)}; give numbers by names of modules"
-        )
-    for key, alpha in {"lora_alpha": settings.get("lora_alpha"), **patterns}.items():
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < MOST:
-            raise ConfigError(f"{adapter / CONFIG}: {key} = {SHOWN.repr(alpha)}; give a number below {MOST:g}")
-    if wrong := [key for key in patterns if not _is_pattern(key)]:
-        raise ConfigError(
-            f"{adapter / CONFIG}: alpha_pattern has {SHOWN.repr(wrong[0])}, no pattern of a module's name that is read "
-            "here; merge it by PEFT's merge_and_unload"
-        )
+    for default, name in PATTERNS.items():
+        patterns = settings.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise ConfigError(f"{adapter / CONFIG}: {name} = {SHOWN.repr(patterns)}; give numbers by names of modules")
+        for key, number in {default: settings.get(default), **patterns}.items():
+            if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) < MOST:
+                raise ConfigError(f"{adapter / CONFIG}: {key} = {SHOWN.repr(number)}; give a number below {MOST:g}")
+        if wrong := [key for key in patterns if not _is_pattern(key)]:
+            raise ConfigError(
+                f"{adapter / CONFIG}: {name} has {SHOWN.repr(wrong[0])}, no pattern of a module's name that is read "
+                "here; merge it by PEFT's merge_and_unload"
+            )
 
 
 def _is_pattern(key: str) -> bool:
@@ -130,8 +130,13 @@ def _is_pattern(key: str) -> bool:
 
 
 def _read(change: Pair | Saved, before: Leaf, name: str) -> np.ndarray:
-    """The changed tensor in the dtype of the base. Raises ConfigError where a finite value becomes infinite."""
-    return cast(name, np.ascontiguousarray(change.change(before.read())), before.dtype)
+    """The changed tensor in the dtype of the base. Raises ConfigError for values that the adapter's tensor `name` makes
+    infinite or NaN."""
+    weight = before.read()
+    changed = np.ascontiguousarray(change.change(weight))
+    if not np.isfinite(changed).all() and np.isfinite(weight).all():
+        raise ConfigError(f"{name} makes finite weights infinite or NaN; give an adapter whose values are finite")
+    return cast(name, changed, before.dtype)
 
 
 def _target(adapter: Path, name: str, inside: Mapping[str, str], tied: str) -> str:
@@ -162,14 +167,26 @@ def _changes(adapter: Path, settings: Mapping[str, Any], tensors: Leaves) -> Ite
         if pair.keys() != {"A", "B"}:
             raise ConfigError(f"{adapter}: {module} has lora_{next(iter(pair))} alone; give a whole adapter")
         turned = embedding or bool(settings.get("fan_in_fan_out"))
-        yield module, Pair(pair["A"], pair["B"], _scale(settings, module, pair["A"].shape[0]), turned)
+        ranks = pair["A"].shape[0], pair["B"].shape[1], _own(settings, module, "r")
+        if len({*ranks}) > 1:
+            raise ConfigError(
+                f"{adapter}: {module} has lora_A of rank {ranks[0]} and lora_B of rank {ranks[1]}, where {CONFIG} has "
+                f"{ranks[2]} (r, rank_pattern); give the files of one adapter"
+            )
+        yield module, Pair(pair["A"], pair["B"], _scale(settings, module, ranks[0]), turned)
 
 
 def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     """lora_alpha / r, or / sqrt(r) (arXiv:2312.03732), with the module's own alpha where a pattern names one."""
-    bare, patterns = module.removeprefix(PREFIX), settings.get("alpha_pattern") or {}
-    own = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", bare))
-    return float(next(own, settings["lora_alpha"])) / (rank**0.5 if settings.get("use_rslora") else rank)
+    alpha = float(_own(settings, module, "lora_alpha"))
+    return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+
+
+def _own(settings: Mapping[str, Any], module: str, name: str) -> Any:
+    """The setting `name` of a module: that of the first of its PATTERNS that the module's name matches, if any."""
+    bare, patterns = module.removeprefix(PREFIX), settings.get(PATTERNS[name]) or {}
+    own = (value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", bare))
+    return next(own, settings[name])
 
 
 def _tensors(path: Path, read_torch: Callable[[Path], Leaves]) -> Leaves:

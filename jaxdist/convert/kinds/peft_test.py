@@ -67,6 +67,7 @@ QUERY, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
         ({"use_rslora": True}, (4.0, 4.0)),
         ({"alpha_pattern": {"q_proj": 16}}, (4.0, 2.0)),
         ({"alpha_pattern": {r"layers\.0\.mlp\.down_proj": 2}}, (2.0, 0.5)),
+        ({"r": 16, "rank_pattern": {"q_proj": 4, "down_proj": 4}}, (2.0, 2.0)),
     ],
     ids=str,
 )
@@ -129,6 +130,10 @@ def test_a_bfloat16_base_is_rounded_once(llama: Path, tmp_path: Path) -> None:
         (pair(QUERY, 64, 32), {}, r"is of a tensor \(64, 32\), and \S+.q_proj.weight of .* \(32, 32"),
         (pair(DOWN, 32, 48), {"fan_in_fan_out": True}, r"is of a tensor \(48, 32\)"),
         ({f"{QUERY}.lora_A.weight": drawn(4, 32)}, {}, r"q_proj has lora_A alone; give a whole adapter"),
+        (pair(QUERY, 32, 32), {"rank_pattern": {"q_proj": 8}}, r"lora_A of rank 4 and .* where .* has 8 \(r, r"),
+        (pair(QUERY, 32, 32, 2), {}, r"lora_A of rank 2 and lora_B of rank 2, where adapter_config.json has 4 \(r"),
+        (pair(QUERY, 32, 32) | {f"{QUERY}.lora_A.weight": np.full((4, 32), np.nan, np.float32)}, {},
+         r"a: \S+q_proj makes finite weights infinite or NaN; give an adapter whose"),
     ],
 )  # fmt: skip
 def test_adapters_that_do_not_fit(tensors: Any, settings: Any, says: str, llama: Path, tmp_path: Path) -> None:
@@ -164,6 +169,8 @@ def test_an_adapter_is_told_what_it_is(llama: Path, tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"lora_alpha": True}, "lora_alpha = True; give a number"),
+        ({"r": None}, "r = None; give a number"),
+        ({"rank_pattern": {"q_proj(": 8}}, r"rank_pattern has 'q_proj\(', no pattern"),
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern = .*; give numbers by names of modules"),
         ({"alpha_pattern": {"q_proj": None}}, "q_proj = None; give a number"),
         ({"alpha_pattern": {"q_proj": 1e308}}, r"q_proj = 1e\+308; give a number below"),
