@@ -76,11 +76,17 @@ def test_merged_weights(settings: Any, scales: tuple[float, float], llama: Path,
     found, base = merged(llama, adapter(tmp_path / "a", tensors, **settings), tmp_path)
     for module, scale in zip((QUERY, DOWN), scales, strict=True):
         b, a = (tensors[f"{module}.lora_{one}.weight"].astype(np.float64) for one in "BA")
-        wanted = base[f"{module}.weight"] + scale * b @ a
-        np.testing.assert_allclose(
-            found.pop(f"{module}.weight"), wanted, rtol=0, atol=2.0**-24 * np.abs(wanted).max() * 8
-        )
+        close(found.pop(f"{module}.weight"), base[f"{module}.weight"] + scale * b @ a)
     assert all(np.array_equal(tensor, base[name]) for name, tensor in found.items())
+
+
+def close(found: np.ndarray, wanted: np.ndarray) -> None:
+    """A sum of products in float32, of rank 4, beside one in float64."""
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2.0**-24 * np.abs(wanted).max() * 8)
+
+
+def product(tensors: dict[str, np.ndarray], b: str, a: str) -> np.ndarray:
+    return 2 * tensors[b].astype(np.float64) @ tensors[a].astype(np.float64)
 
 
 def merged(
@@ -95,15 +101,15 @@ def test_conv1d_embeddings_and_tensors_saved_whole(gpt2: Path, llama: Path, tmp_
     fused = "transformer.h.0.attn.c_attn"
     tensors = pair(fused, 96, 32)
     found, base = merged(gpt2, adapter(tmp_path / "a", tensors, fan_in_fan_out=True), tmp_path)
-    delta = 2 * tensors[f"{fused}.lora_B.weight"] @ tensors[f"{fused}.lora_A.weight"]
-    np.testing.assert_allclose(found[f"{fused}.weight"], base[f"{fused}.weight"] + delta.T, atol=1e-5)
+    delta = product(tensors, f"{fused}.lora_B.weight", f"{fused}.lora_A.weight")
+    close(found[f"{fused}.weight"], base[f"{fused}.weight"] + delta.T)
     table, head = "model.embed_tokens", "lm_head"
     tensors = {f"{table}.lora_embedding_A": drawn(4, 96), f"{table}.lora_embedding_B": drawn(32, 4)}
     whole = {f"{head}.weight": drawn(96, 32), f"{table}.base_layer.weight": drawn(96, 32)}  # as PEFT saves both
     (tmp_path / "b").mkdir()
     found, base = merged(llama, adapter(tmp_path / "c", tensors | whole), tmp_path / "b")
-    delta = 2 * tensors[f"{table}.lora_embedding_B"] @ tensors[f"{table}.lora_embedding_A"]
-    np.testing.assert_allclose(found[f"{table}.weight"], whole[f"{table}.base_layer.weight"] + delta.T, atol=1e-5)
+    delta = product(tensors, f"{table}.lora_embedding_B", f"{table}.lora_embedding_A")
+    close(found[f"{table}.weight"], whole[f"{table}.base_layer.weight"] + delta.T)
     assert np.array_equal(found[f"{head}.weight"], whole[f"{head}.weight"])
 
 
