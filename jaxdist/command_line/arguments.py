@@ -393,8 +393,8 @@ def parse(
     if run["init"]:
         experiment = experiment.pinning(of_weights(experiment.model))
     notes = dict.fromkeys((*(start.notes if start else ()), *config_notes(run["config"])))
-    model_known = not run["init"] or start or config or any(name.startswith("model.") for name in given)
-    return Arguments(experiment=experiment, notes=tuple(notes), model_stated=bool(model_known), **run)
+    stated = not run["init"] or start or config or any(name.startswith("model.") for name in given)
+    return Arguments(experiment=experiment, notes=tuple(notes), model_stated=bool(stated), **run)
 
 
 def load_before_fields(argv: Sequence[str]) -> None:

@@ -77,7 +77,8 @@ def _bits(ids: NDArray[np.float64], dtype: np.dtype, vocab: int) -> float:
 def likely_type(content: bytes, vocab: int, readable: bool) -> str | None:
     """The type of 8 or 16 bits that is not read and that the bytes of `content` are like: of little-endian uint16 ids
     the low bytes vary, and the high ones are mostly small. `readable`: whether these would all be in range(vocab)."""
-    halves, (even, odd) = numbers(_behind_head(content), "<u2"), _columns(content)
+    halves = numbers(_behind_head(content), "<u2")
+    even, odd = _columns(halves)
     different = len(np.unique(halves))
     if different >= DISTINCT and _entropy(odd) - _entropy(even) > SPREAD:
         return ">u2"
@@ -89,7 +90,7 @@ def likely_type(content: bytes, vocab: int, readable: bool) -> str | None:
 def like_bytes(content: bytes, vocab: int, readable: bool) -> bool:
     """Whether all bytes are ids of `vocab`, and even and odd ones are alike, as in ids of one byte and in random
     numbers of any size. `readable` as in `likely_type`."""
-    even, odd = _columns(content)
+    even, odd = _columns(numbers(_behind_head(content), "<u2"))
     both = even + odd
     seen = both > 0
     # Pearson's chi-squared of two columns of one distribution, whose mean is the number of values.
@@ -99,9 +100,8 @@ def like_bytes(content: bytes, vocab: int, readable: bool) -> bool:
     return bool(alike and telling >= ENOUGH_BYTES[not readable] and both.nonzero()[0].max() < vocab)
 
 
-def _columns(content: bytes) -> tuple[NDArray, NDArray]:
-    """Counts of each value among the even bytes, and among the odd ones."""
-    halves = numbers(_behind_head(content), "<u2")
+def _columns(halves: NDArray) -> tuple[NDArray, NDArray]:
+    """Counts of each value among the low bytes of little-endian uint16 numbers, and among the high ones."""
     even, odd = (np.bincount(column, minlength=256) for column in (halves & 255, halves >> 8))
     return even, odd
 

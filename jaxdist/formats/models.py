@@ -33,19 +33,17 @@ def notes(path: Path, tree: Any) -> list[str]:
     """Notes on a file: how a model that it states is read, and weights that it has besides."""
     if nanogpt.is_nanogpt(tree) and not is_own(tree):
         return nanogpt.notes(path, tree)
-    return [averages_note(path)] if has_averages(tree) else []
+    if has_averages(tree):
+        return [
+            f"{path}: its state_dict has averages of the weights, which stay behind unless convert takes them by "
+            f"--ema; {CURRENT} has the weights"
+        ]
+    return []
 
 
 def has_averages(tree: Any) -> bool:
     """Whether a file has averages of the weights where others have the weights, as Lightning's WeightAveraging."""
     return isinstance(tree, dict) and key_of(tree, MODEL) == CURRENT
-
-
-def averages_note(path: Path) -> str:
-    return (
-        f"{path}: its state_dict has averages of the weights, which stay behind without --ema; {CURRENT} has the "
-        "weights"
-    )
 
 
 def experiment_beside(path: Path) -> Experiment | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxdist.config import Experiment
 from jaxdist.convert.content import agreed
-from jaxdist.formats.nanogpt import EXACT, SOURCE, notes, sections
+from jaxdist.formats.nanogpt import EXACT, SOURCE, sections
 from jaxdist.runs.display import say
 
 
@@ -15,8 +15,6 @@ def experiment_of(path: Path, tree: Mapping[str, Any], wanted: Experiment | None
 
     Raises ConfigError where this is another model."""
     source, settings = f"{path}: {SOURCE}", sections(path, tree)
-    for note in notes(path, tree):
-        say(note)
     found = Experiment.parse(settings, source)
     if not wanted:
         return found

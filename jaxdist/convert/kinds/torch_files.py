@@ -118,8 +118,9 @@ def read_content(
     Raises ConfigError."""
     if own := is_own(tree := load(path)):
         rates.check_unasked(path, peak)
-    if is_average := models.has_averages(tree):
-        say(models.averages_note(path))
+    for note in models.notes(path, tree):
+        say(note)
+    is_average = models.has_averages(tree)
     tensors, optimizer = weights_of(path, tree, leaf), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     naming, names = recognized(str(path), tensors, found.model)

@@ -55,8 +55,8 @@ def is_count(value: Any) -> bool:
 def copies(tree: Mapping[Any, Any], model: Mapping[str, Any]) -> list[str]:
     """Other parts of a tree with tensors in most of the shapes of its `model`, as averages or fp32 masters have, under
     any names or none; or with as many elements in one tensor. An optimizer's state is none of them."""
-    found, shapes = [], Counter(tensor.shape for tensor in tensors_of(model))
-    size = sum(tensor.numel() for tensor in tensors_of(model))
+    found, weights = [], tensors_of(model)
+    shapes, size = Counter(tensor.shape for tensor in weights), sum(tensor.numel() for tensor in weights)
     for key, value in tree.items():
         tensors = [] if only(value) is model or has_groups(value) else tensors_of(value)
         again = shapes & Counter(tensor.shape for tensor in tensors)
