@@ -162,7 +162,7 @@ class ParamSpec:
         if key not in self._local_shapes:
             self._local_shapes[key] = tuple(self._divided(mesh, sharded))
         shape = self._local_shapes[key]
-        if not kept:
+        if not kept or kept == self.shape:
             return shape
         return tuple(
             piece if size == whole else size for piece, size, whole in zip(shape, kept, self.shape, strict=True)

@@ -77,7 +77,10 @@ class Plan:
     @cached_property
     def state(self) -> dict[str, float]:
         """State of any family between steps; `host` is in host memory."""
-        f = State(self.experiment, param_specs(self.experiment.model), self.mesh, self.hardware.platform)
+        if "footprint" in self.unknown:
+            f = State(self.experiment, param_specs(self.experiment.model), self.mesh, self.hardware.platform)
+        else:
+            f = self.footprint
         offload = self.experiment.memory.offload
         host = f.parameters * ("parameters" in offload) + f.optimizer_state * ("optimizer" in offload)
         return {"parameters": f.parameters, "optimizer_state": f.optimizer_state, "host": host}
