@@ -1,5 +1,6 @@
 """From `--mesh` and `--device` to ranks: their own when no launcher started them, else the launcher's."""
 
+import gc
 import math
 import os
 import signal
@@ -377,6 +378,7 @@ def start(plan: Plan, function: Callable[[], None], forked: Callable[[], None] =
 
         ranks = [get_context("fork").Process(target=rank_main, args=(rank,)) for rank in range(plan.ranks)]
         before = {number: signal.signal(number, pass_on) for number in (*STOP, SAVE)}
+        gc.freeze()  # a rank would look for garbage among all that is imported, and copy it to do so
         try:
             for process in ranks:
                 process.start()
