@@ -43,6 +43,7 @@ def faults(fields: Any, device: str, *plugins: str, platforms: str | None = None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own")
+@pytest.mark.slow
 def test_what_is_freed_is_kept() -> None:
     """What is written one after the other lies in the same pages, which else the kernel maps and clears each time; of
     large steps on CPUs alone also what other threads than the main one write."""

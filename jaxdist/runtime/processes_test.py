@@ -210,6 +210,7 @@ def planted(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_ends_all_with_one_checkpoint_and_each_reads_its_rows(
     planted: str, one: Path, tmp_path: Path
 ) -> None:

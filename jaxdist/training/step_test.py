@@ -184,7 +184,7 @@ def alone() -> Callable[..., Any]:
 
 
 # Each axis once, on the meshes that have most of them.
-QUICK = ("ddp", "2x2x2", "sequence full", "ring 2x2x2")
+QUICK = ("ddp", "2x2x2", "sequence full")
 
 
 @pytest.mark.parametrize("case", often(CASES, QUICK))

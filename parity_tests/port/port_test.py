@@ -166,6 +166,7 @@ class TestMistakes:
         assert (parting["step"], parting["tensor"]) == (1, tensor)
         assert parting["before"] < 1e-13 and parting["error"] > 1e-7
 
+    @pytest.mark.slow
     def test_swapped_rows(self, tmp_path: Path) -> None:
         """Query and key have one shape: only values tell that their rows are swapped."""
         port = vit(steps=2)

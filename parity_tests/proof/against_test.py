@@ -251,6 +251,7 @@ def test_the_example_honours_schedule_and_precision(tmp_path: Path, optimizer: d
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
     _, run = loop
     verdict = proved(run, tmp_path / "proof")

@@ -51,7 +51,7 @@ def assert_whole(path: Path) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
+@pytest.mark.parametrize("side", often(SIDES, []))
 def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(side: str, disk: Path, tmp_path: Path) -> None:
     path, straight = disk / "run", tmp_path / "straight"
     done = train(side, path)

@@ -71,6 +71,7 @@ def test_epochs_become_steps(tmp_path: Path) -> None:
     assert in_steps(Experiment()) == Experiment()
 
 
+@pytest.mark.slow
 def test_both_sides_train_an_epoch(runs: Runs) -> None:
     a, b = (runs(side, "llama", {"mesh": "1x1", "epochs": 1, "data.last": "pad"}) for side in ("jaxdist", "torch_ref"))
     e = a.experiment

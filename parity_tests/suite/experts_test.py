@@ -42,7 +42,8 @@ def test_float64_grid(mixed: Runs, record_property: Record, model: str, mesh: st
     check(mixed, record_property, model, mesh)
 
 
-@pytest.mark.parametrize("mistake", [pytest.param({"model.balance": 0.0499}, marks=pytest.mark.slow), DROPS], ids=str)
+@pytest.mark.parametrize("mistake", [{"model.balance": 0.0499}, DROPS], ids=str)
+@pytest.mark.slow
 def test_planted_mistakes_are_caught(mixed: Runs, mistake: dict[str, Any]) -> None:
     """A load-balance loss that is a little off, and an expert that drops what exceeds its room."""
     wrong = mixed("torch_ref", "mixtral", {"mesh": "1x1", **mistake})

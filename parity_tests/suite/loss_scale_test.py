@@ -91,6 +91,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "gradient", at)
 
 
+@pytest.mark.slow
 def test_overflows_at_chosen_steps(
     config: Path, start: dict[tuple[str, str], Path], overflowing: None, tmp_path: Path
 ) -> None:

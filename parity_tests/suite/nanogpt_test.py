@@ -20,6 +20,7 @@ NANOGPT = MODELS["gpt2"] | {"gelu": "exact", "bias": False}
 STEPS = 6
 
 
+@pytest.mark.slow
 def test_both_sides_train_it_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In float64 over tensor and fsdp with sequence parallelism, from one start, which transformers reads alike."""
     config, documents = tmp_path / "nanogpt.toml", tmp_path / "documents.jsonl"

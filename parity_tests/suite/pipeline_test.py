@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 
 SIDES = ("jaxdist", "torch_ref")
 GPT2 = list(DEEP)[1]
-QUICK = [(GPT2, "tensor, interleaved")]
+QUICK = [(GPT2, "interleaved")]
 SLOW = [(model, mesh) for model in DEEP for mesh in PIPELINES if (model, mesh) not in QUICK]
 
 

@@ -146,6 +146,7 @@ def test_the_strategy_shards_as_its_row_says(ours: Run, theirs: Run) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_run_goes_on_in_torch_and_a_config_needs_no_flag(half: Run, theirs: Run, tmp_path: Path) -> None:
     """Half of the steps in JAX, through a torch file and a distributed checkpoint, the others in torch by --resume."""
     convert([str(half.path), str(tmp_path / "file.pt")])

@@ -40,7 +40,7 @@ ALIKE = {"optimizer.beta2", "model.norm_eps", "model.rope_scaling"}
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        ("llama", {"mesh": "2x2"} | VARIANTS["accumulation"]),
+        pytest.param("llama", {"mesh": "2x2"} | VARIANTS["accumulation"], marks=pytest.mark.slow),
         ("gpt2", MESHES["zero1"] | VARIANTS["full"]),
         pytest.param("llama", MESHES["sequence"], marks=pytest.mark.slow),
     ],

@@ -59,6 +59,7 @@ def switched(straight: Path, folder: Path) -> Path:
     return folder / "torch"
 
 
+@pytest.mark.slow
 def test_a_run_that_switches_twice_is_the_run_that_never_did(straight: Path, tmp_path: Path) -> None:
     folder = switched(straight, tmp_path)
     assert apart(folder, straight) < BOUND

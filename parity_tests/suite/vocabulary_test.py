@@ -92,7 +92,8 @@ def check_grown(found: dict[str, np.ndarray], old: dict[str, np.ndarray], size: 
         np.testing.assert_allclose(new, np.broadcast_to(array.mean(0), new.shape), rtol=SAME, atol=1e-15)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [pytest.param("llama", 1, marks=pytest.mark.slow), ("gpt2", 3)])
+@pytest.mark.parametrize(("name", "chunks"), [("llama", 1), ("gpt2", 3)])
+@pytest.mark.slow
 def test_padding_changes_nothing(name: str, chunks: int, made: TwoRuns, tmp_path: Path) -> None:
     """Losses, norms and weights, under tensor parallelism, whether the loss is computed at once or in chunks."""
     config, hf = made(name)
@@ -122,6 +123,7 @@ def test_new_tokens_begin_as_the_mean_and_are_trained(made: TwoRuns, tmp_path: P
     np.testing.assert_allclose(found["torch_ref"], found["jaxdist"], rtol=SAME)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_padded_otherwise(made: TwoRuns, tmp_path: Path) -> None:
     """That of a run starts one with more tokens and other padding; without padding it is what it was."""
     config, hf = made("gpt2")

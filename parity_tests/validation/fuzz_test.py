@@ -127,7 +127,8 @@ PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
 
 
 # Found late, or by a check that finds another of these too.
-LATER = ("any path in an index", "keys twice in config.json", "layers without end", "experts in all without end")
+LATER = ("any path in an index", "keys twice in config.json", "layers without end", "experts in all without end",
+         "keys twice in an index", "blocks without end")  # fmt: skip
 
 
 @pytest.mark.long
