@@ -45,12 +45,13 @@ def reported(p: Program, state: TrainState | None = None) -> dict[str, int]:
     ("mesh", "strategy", "parameters", "optimizer"),
     [
         ("8x1", "zero1", 1, 8),
-        pytest.param("data=2,fsdp=4", "fsdp", 4, 4, marks=pytest.mark.slow),
-        pytest.param("8x1", "ddp", 1, 1, marks=pytest.mark.slow),
-        pytest.param("8x1", "zero2", 1, 8, marks=pytest.mark.slow),
-        pytest.param("8x1", "fsdp", 8, 8, marks=pytest.mark.slow),
+        ("data=2,fsdp=4", "fsdp", 4, 4),
+        ("8x1", "ddp", 1, 1),
+        ("8x1", "zero2", 1, 8),
+        ("8x1", "fsdp", 8, 8),
     ],
 )
+@pytest.mark.slow
 def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimizer: int) -> None:
     p = program(parallel={"mesh": mesh, "strategy": strategy})
     state = p.initialize()

@@ -46,7 +46,14 @@ class TestCommand:
         assert "is not empty; give another folder" in told[0] and told[1].startswith("error: give one argument")
         assert "torch-float64, step 1: loss = inf" in told[2]
 
-    def test_bad_input_of_a_script(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("folder", "said"),
+        [
+            ("wrong", "batches: give one mapping"),
+            pytest.param("/proc/nowhere", "folder /proc/nowhere: ", marks=pytest.mark.slow),
+        ],
+    )
+    def test_bad_input_of_a_script(self, folder: str, said: str, tmp_path: Path) -> None:
         """No traceback: what does not fit is said by `main`, as a folder is that cannot be made."""
         script = tmp_path / "port.py"
         script.write_text(
@@ -54,9 +61,8 @@ class TestCommand:
             "square(**({'batches': []} if sys.argv[1] == 'wrong' else {})).main()\n",
             encoding="utf-8",
         )
-        for folder, said in (("wrong", "batches: give one mapping"), ("/proc/nowhere", "folder /proc/nowhere: ")):
-            done = subprocess.run([sys.executable, str(script), folder], capture_output=True, text=True)
-            assert done.returncode == 2 and done.stderr.startswith(f"error: {said}"), done.stderr
+        done = subprocess.run([sys.executable, str(script), folder], capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {said}"), done.stderr
 
 
 BATCH = {"x": np.ones((4, 6)), "y": np.ones((4, 6))}

@@ -105,8 +105,9 @@ def test_memory_of_another_strategy_is_caught(proved: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "moments"),
-    [("sgd", 1), pytest.param("lion", 1, marks=pytest.mark.slow), pytest.param("adam", 2, marks=pytest.mark.slow)],
+    [("sgd", 1), ("lion", 1), ("adam", 2)],
 )
+@pytest.mark.slow
 def test_memory_is_by_what_an_optimizer_keeps(name: Any, moments: int, tmp_path: Path) -> None:
     port = opt(optimizer=Optimizer(name=name, learning_rate=0.01, warmup=0))
     mesh, torch = (port.run(kind, tmp_path / kind, [2]) for kind in ("mesh-float32", "torch-float32"))

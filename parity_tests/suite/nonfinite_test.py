@@ -110,7 +110,7 @@ def test_what_one_stage_reads_is_told_by_all_ranks(bad: Path, train: Train, tmp_
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize("kind", ["orbax", "dcp", *slow(["hf", "torch"])])
+@pytest.mark.parametrize("kind", ["orbax", *slow(["dcp", "hf", "torch"])])
 def test_all_name_a_layers_tensor_alike(kind: str, bad: Path, train: Train, tmp_path: Path) -> None:
     """As the source calls it, with the layer where its array has all of them."""
     own = {"orbax": "layers.mlp.up_proj.kernel[1]", "dcp": "layers.1.mlp.up_proj.weight"}

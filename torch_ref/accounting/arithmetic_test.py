@@ -19,7 +19,9 @@ layers.RMSNorm.forward = forward
 """
 
 
-@pytest.mark.parametrize(("policy", "dtype"), [("fp64", "float64"), ("bf16", "float32")])
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [pytest.param("fp64", "float64", marks=pytest.mark.slow), ("bf16", "float32")]
+)
 def test_a_step_computes_them_in_float32_at_least(train: Train, policy: str, dtype: str) -> None:
     found = train(f"--mesh 2x1 --precision {policy}").summary["arithmetic"]
     assert found.keys() >= {"rsqrt", "_softmax", "_log_softmax"} and set(found.values()) == {dtype}
