@@ -251,7 +251,7 @@ def test_a_recommended_command_is_the_recommended_plan(fields: dict[str, Any], c
     assert (again["step_seconds"], again["memory"]) == (best.time.step, best.memory)
 
 
-def test_a_device_of_ones_own(tmp_path: Path, capsys: Capsys) -> None:
+def test_a_custom_device(tmp_path: Path, capsys: Capsys) -> None:
     lines = FILE.read_text().partition("[h100]\n")[2].partition("\n[")[0]
     file = tmp_path / "own.toml"
     file.write_text("[half]\n" + lines.replace("memory = 80e9", "memory = 40e9"))

@@ -92,7 +92,7 @@ def test_files_of_the_contract(straight: Path) -> None:
     assert [f.name for f in (straight / "checkpoints").iterdir()] == ["8"]
 
 
-def test_a_run_tells_what_its_compiler_was_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_reports_its_compiler_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the table that it begins with, if it was told anything, and in its summary."""
     main([*SHORT_RUN, "--mesh", "1x1", "--steps", "1", "--parallel.bucket_mb", "2", "--output", str(tmp_path)])
     told = json.loads((tmp_path / "summary.json").read_text())["compiler_options"]

@@ -76,7 +76,7 @@ def test_what_a_launcher_sets_must_be_numbers(name: str, monkeypatch: pytest.Mon
         pass
 
 
-def test_bad_input_seen_by_every_rank_is_told_once() -> None:
+def test_bad_input_seen_by_every_rank_is_reported_once() -> None:
     result = command("--mesh", "2x1", "--data.path", "/nowhere")
     assert result.returncode == 2
     assert result.stderr.count("error: data.path") == 1
@@ -93,7 +93,7 @@ train.train_step = train_step
 """
 
 
-def test_a_device_without_memory_is_told() -> None:
+def test_a_device_without_memory_is_reported() -> None:
     result = command("--mesh", "1x1", "--model.vocab", "256", before=FULL)
     assert result.returncode == 1
     assert re.search(r"^error: a device is out of memory: CUDA .*; use more devices, .*offload$", result.stderr, re.M)
@@ -208,7 +208,7 @@ train.launch.process_group, train.train_step = starting, signalled
 """
 
 
-def test_signals_to_one_rank_are_heeded_by_all(tmp_path: Path) -> None:
+def test_signals_to_one_rank_are_obeyed_by_all(tmp_path: Path) -> None:
     """As they come to one machine of several. Where a rank starts, there is nothing to save, and it is not ended."""
     line = ["--mesh", "2x1", "--model.vocab", "256", "--output", str(tmp_path / "run")]
     done = command(*line, before=SIGNALS)

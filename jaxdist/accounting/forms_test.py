@@ -33,7 +33,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_a_plan_without_closed_forms_tells_the_state(forms: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_without_closed_forms_shows_the_state(forms: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters and optimizer state are any family's; what a step holds, sends and takes is null, not an error."""
     whole = told(capsys, "--mesh", "2x4")
     forms(None)

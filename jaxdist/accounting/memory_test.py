@@ -177,7 +177,7 @@ FAR: list[tuple[dict[str, Any], float]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "share"), FAR, ids=("stages", "every second"))
-def test_where_the_form_tells_too_little(case: dict[str, Any], share: float) -> None:
+def test_where_the_form_is_too_low(case: dict[str, Any], share: float) -> None:
     assert of_compiled(case) == pytest.approx(share, abs=0.02)
 
 

@@ -188,7 +188,7 @@ def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not list(pace.measure(bench)) and "torch is not installed" in bench.notes[0]
 
 
-def test_the_work_of_others_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_others_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a share of all cores; nothing of it where the system does not tell."""
     share = Others().share
     assert share is None or 0 <= share <= 1
@@ -198,7 +198,7 @@ def test_the_work_of_others_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Others().share == share
 
 
-def test_a_run_tells_its_steps_and_stages(tmp_path: Path) -> None:
+def test_a_run_reports_its_steps_and_stages(tmp_path: Path) -> None:
     """And keeps its programs beside its folder."""
     found = runs.train("jaxdist", ["--steps", str(runs.WARM_UP + 2), *TINY], tmp_path / "run")
     assert len(found.seconds) == 2 and found.step > 0

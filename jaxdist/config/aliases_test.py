@@ -65,7 +65,7 @@ def read(parser: Parser, line: list[str], field: str) -> dict[str, Any]:
     return given
 
 
-def test_each_flag_is_told_and_what_is_told_is_accepted(parser: Parser) -> None:
+def test_each_flag_is_named_and_the_named_one_is_accepted(parser: Parser) -> None:
     for name, meaning in NAMES.items():
         value = "2" if meaning.value != "{}" else sample(meaning.field)
         for flag in (f"--{name}", f"--{name.replace('_', '-')}", f"--section.{name}"):
@@ -79,7 +79,7 @@ def test_each_flag_is_told_and_what_is_told_is_accepted(parser: Parser) -> None:
             assert list(given) == ([meaning.field] if "." in meaning.field else []), told
 
 
-def test_each_field_is_told_and_what_is_told_is_accepted() -> None:
+def test_each_field_is_named_and_the_named_one_is_accepted() -> None:
     for name, meaning in NAMES.items():
         if "." not in meaning.field:
             continue
@@ -94,7 +94,7 @@ def test_each_field_is_told_and_what_is_told_is_accepted() -> None:
         Experiment.parse(values | ({"model": model | values["model"]} if model else {}), source="x")
 
 
-def test_what_is_not_here_is_told_and_left_out(parser: Parser) -> None:
+def test_what_is_not_here_is_reported_and_left_out(parser: Parser) -> None:
     for name, why in NOT_HERE_NAMES.items():
         for flag in (f"--{name}", f"--section.{name.replace('_', '-')}"):
             assert error_of(parser.parse_args, [flag, "2"]) == f"unknown argument {flag!r}; {why}"
@@ -119,7 +119,7 @@ def test_what_is_turned_off_is_no_advice_to_turn_it_on(parser: Parser) -> None:
     assert told.endswith("torch_compile is train.compile = false here")
 
 
-def test_each_axis_is_told_and_accepted() -> None:
+def test_each_axis_is_named_and_accepted() -> None:
     for name, ours in AXIS_NAMES.items():
         told = error_of(Parallel(mesh=f"{name.upper()}=2", strategy="ddp").axes, 2)
         assert told.endswith(f"unknown axis {name.upper()!r}; {name.upper()} is {ours} here")
@@ -127,12 +127,12 @@ def test_each_axis_is_told_and_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SECTION_NAMES if name not in Experiment.model_fields])
-def test_a_section_is_told(name: str) -> None:
+def test_a_section_is_reported(name: str) -> None:
     told = error_of(Experiment.parse, {name: {"steps": 1}}, source="x")
     assert told.endswith(f"[{name}] is [{SECTION_NAMES[name]}] here") and SECTION_NAMES[name] in Experiment.model_fields
 
 
-def test_each_value_is_told_and_what_is_told_is_accepted() -> None:
+def test_each_value_is_named_and_the_named_one_is_accepted() -> None:
     for field, table in VALUE_NAMES.items():
         section, _, name = field.partition(".")
         model = MODELS.get(field, {}) if section == "model" else {}
@@ -192,13 +192,13 @@ def test_the_tables_are_of_this_program() -> None:
         (["stray"], ["unknown argument 'stray'; "]),
     ],
 )
-def test_what_a_command_line_is_told(argv: list[str], told: list[str]) -> None:
+def test_what_a_command_line_is_answered(argv: list[str], told: list[str]) -> None:
     """All unknown flags at once, each in a line of its own."""
     lines = error_of(parse, argv, "jaxdist.train", "").splitlines()
     assert len(lines) == len(told) and all(text in line for text, line in zip(told, lines, strict=True)), lines
 
 
-def test_what_replicas_are_told_is_right_with_and_without_more_devices() -> None:
+def test_what_replicas_receive_is_right_with_and_without_more_devices() -> None:
     told = error_of(parse, ["--dp_replicate", "4"], "jaxdist.train", "")
     mesh = told.partition("--mesh ")[2].split()[0]
 
@@ -216,7 +216,7 @@ def test_a_name_that_is_accepted_is_left_alone(tmp_path: Path) -> None:
         parse(["--precision", policy, "--output", str(tmp_path / "run")], "jaxdist.train", "")
 
 
-def test_a_command_tells_of_its_own_flags_alone() -> None:
+def test_a_command_shows_its_own_flags_alone() -> None:
     parser = Parser()
     parser.add_argument("--batch")
     assert "--bs is --batch here" in error_of(parser.parse_args, ["--bs", "8"])

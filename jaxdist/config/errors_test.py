@@ -48,7 +48,7 @@ def test_a_reader_that_has_seen_enough() -> None:
     assert process.returncode == 1
 
 
-def test_what_a_disk_refuses_is_told() -> None:
+def test_what_a_disk_refuses_is_reported() -> None:
     told = re.escape("[Errno 28] No space left on device: 'report.html'; make room, or give another --output")
     with pytest.raises(TrainingError, match=f"^{told}$"), writes_to("--output"):
         raise OSError(errno.ENOSPC, "No space left on device", "report.html")

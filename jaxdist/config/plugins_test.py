@@ -157,7 +157,7 @@ def test_what_installed_packages_declare_is_loaded_by_every_command(
         ("raise SystemExit('over')", "its import fails, SystemExit: over"),
     ],
 )
-def test_an_import_that_fails_is_told_by_its_own_message(package: Package, source: str, said: str) -> None:
+def test_an_import_that_fails_is_reported_by_its_own_message(package: Package, source: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^plugin 'failing_plugin': {said}.*; correct it, or leave it out of"):
         load_named([package("failing_plugin", source)])
     assert tuple(registry.loaded) == ()

@@ -115,7 +115,7 @@ def test_a_mistaken_table_is_seen(name: str, a: str, b: str, tmp_path: Path, mon
     assert error(tmp_path / "hf", model, parameters) > 1e-3
 
 
-def test_what_transformers_cannot_read_is_told(tmp_path: Path) -> None:
+def test_what_transformers_cannot_read_is_reported(tmp_path: Path) -> None:
     folder = saved(tmp_path / "hf", MODELS["GPT2LMHeadModel"])
     (folder / "model.safetensors").unlink()
     with pytest.raises(TrainingError, match=r"cannot compute the logits of \S+hf: OSError: .*Leave out --verify"):

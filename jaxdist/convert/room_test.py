@@ -87,7 +87,7 @@ STORED: dict[str, Callable[[Any], Any]] = {
     ids=["the same", "turned", "one is three"],
 )
 @pytest.mark.parametrize("stored", STORED)
-def test_a_unit_takes_what_it_is_said_to(
+def test_a_unit_takes_what_is_stated(
     stored: str, model: Model, naming: str, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them would be on their way than there is room for, else."""

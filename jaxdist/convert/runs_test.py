@@ -130,7 +130,7 @@ def test_a_run_whose_empty_folder_nobody_kept(tmp_path: Path) -> None:
     assert tensors(tmp_path / "b.pt") == tensors(source)
 
 
-def test_what_a_long_index_said_is_read(tmp_path: Path) -> None:
+def test_what_a_long_index_says_is_read(tmp_path: Path) -> None:
     """Of a distributed checkpoint: where each of its entries lay, a million perhaps."""
     run = written(tmp_path / "run", "orbax", replace(content_of(MODELS["Qwen3ForCausalLM"]), origin=Origin("dcp")))
     folder = run / "origin"
@@ -141,7 +141,7 @@ def test_what_a_long_index_said_is_read(tmp_path: Path) -> None:
     assert read_content(run).origin.index == ways
 
 
-def test_a_config_that_tells_another_dtype_than_the_weights_have(tmp_path: Path) -> None:
+def test_a_config_that_names_another_dtype_than_the_weights_have(tmp_path: Path) -> None:
     """As many on the hub do: it stays as it is while the weights do, and is put right when they change."""
     source = written(tmp_path / "hf", "hf", content_of(MODELS["Qwen3ForCausalLM"]))
     config = source / "config.json"

@@ -167,7 +167,7 @@ class TestLogits:
             main([str(hf), str(tmp_path / "c"), "--to", kind, "--verify", "--dtype", "bfloat16"])
         assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "run"]
 
-    def test_without_transformers_the_table_is_said_to_be_untold(
+    def test_without_transformers_the_table_is_reported_as_unchecked(
         self, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         main([str(hf), str(tmp_path / "a"), "--verify"])
@@ -193,7 +193,7 @@ class TestLogits:
         assert "transformers cannot be imported: cannot import name 'x'" in said and BY_US in said
 
     @pytest.mark.parametrize("target", often(["b.pt", "dcp"], ["dcp"]))
-    def test_of_other_kinds_the_table_is_said_to_be_untold(
+    def test_of_other_kinds_the_table_is_reported_as_unchecked(
         self, target: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main([str(hf), str(tmp_path / "run")])

@@ -126,7 +126,7 @@ def test_the_first_validation_batches_are_a_sample_of_the_whole_split(tmp_path: 
         (0, 2, "continue", "0"),
     ],
 )
-def test_the_table_tells_where_epochs_end(tmp_path: Path, steps: int, size: int, last: str, told: str) -> None:
+def test_the_table_shows_where_epochs_end(tmp_path: Path, steps: int, size: int, last: str, told: str) -> None:
     """Of ten sequences; what is told is what the batches hold."""
     found = numbered(tmp_path, 10, validation=0, last=last)
     row = found.table(Train(steps=steps, batch=size))["epochs"]

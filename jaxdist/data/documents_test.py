@@ -329,7 +329,7 @@ def test_a_saved_dataset_and_a_repository_of_one(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "array.json"])
-def test_a_line_without_text_is_told_its_keys(tmp_path: Path, record: Any, told: str, name: str) -> None:
+def test_a_line_without_text_names_its_keys(tmp_path: Path, record: Any, told: str, name: str) -> None:
     content = f'{{"text": "a"}}\n{json.dumps(record)}\n'
     if name == "array.json":
         content = '[{"text": "a"},\n' + json.dumps(record) + "]"

@@ -109,7 +109,7 @@ def test_a_document_ends_as_its_tokenizer_says(folder: Path, case: str) -> None:
         ({"special_tokens_map": {"eos_token": {"content": "<e>"}}, "generation_config": {"eos_token_id": None}}, ""),
     ],
 )
-def test_files_that_name_another_end_are_told(folder: Path, beside: dict[str, Any], told: str) -> None:
+def test_files_that_name_another_end_are_reported(folder: Path, beside: dict[str, Any], told: str) -> None:
     """The first decides; a list with its token agrees."""
     row = opened(folder, tokenizer(folder, "<e>", "<f>", **names("<e>"), **beside)).rows["end of document"]
     assert row == f"'<e>', id 6, as tokenizer_config.json says{told}"

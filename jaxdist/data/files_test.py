@@ -82,7 +82,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_names_tell_the_splits(tmp_path: Path, pair: tuple[str, str]) -> None:
+def test_names_show_the_splits(tmp_path: Path, pair: tuple[str, str]) -> None:
     train, validation = (tmp_path / name for name in pair)
     write(train, 40)
     write(validation, 85)
@@ -167,7 +167,7 @@ def test_data_in_folders_and_what_is_no_data_are_named(tmp_path: Path) -> None:
         opened(tmp_path / "weights")
 
 
-def test_shards_that_are_not_there_are_told(tmp_path: Path) -> None:
+def test_shards_that_are_not_there_are_reported(tmp_path: Path) -> None:
     """Counted from 0, as `datasets` does, or from 1; beside them folders that are not read."""
     for name in ("a-00000-of-00003.npy", "a-00002-of-00003.npy", "b-1-of-2.npy", "b-2-of-2.npy"):
         write(tmp_path / name, 1)

@@ -242,7 +242,7 @@ def test_what_was_found_is_in_the_start_up_table(tmp_path: Path) -> None:
     assert "uint16 ids, as the content shows (they begin 1, 0, 50257, 0; the greatest seen is 50257)" in row
 
 
-def test_only_zeros_tell_no_type(tmp_path: Path) -> None:
+def test_only_zeros_decide_no_type(tmp_path: Path) -> None:
     np.zeros(64, np.uint32).tofile(tmp_path / "a.bin")
     with pytest.raises(ConfigError, match=r"holds only zeros, .*; set data\.bin_dtype = uint16, "):
         read(tmp_path / "a.bin", 512)
@@ -269,7 +269,7 @@ ALTERNATING = [50_000, 5, 40_000, 8, 31_000, 2, 20_000, 7, 45_000, 3, 50_001, 9]
         ([5, 7, 300], "int64", 512),
     ],
 )
-def test_a_file_that_is_too_small_to_tell_asks_for_the_type(
+def test_a_file_that_is_too_small_to_decide_asks_for_the_type(
     tmp_path: Path, content: list[int], dtype: str, vocab: int
 ) -> None:
     file = tmp_path / "a.bin"
@@ -304,7 +304,7 @@ def test_ids_far_beyond_the_vocabulary_are_read_as_no_narrower_type(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("narrow", "wide"), [("uint16", "uint32"), ("uint32", "int64")])
-def test_bytes_that_are_ids_of_two_types_are_read_as_the_wider_and_it_is_said(
+def test_bytes_that_are_ids_of_two_types_are_read_as_the_wider_and_it_is_reported(
     tmp_path: Path, narrow: str, wide: str
 ) -> None:
     """Every second id of the narrower would be zero: the start-up table says what was read, and .npy decides."""

@@ -84,7 +84,7 @@ def test_weights_in_a_folder_stand_for_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["--config"], ["--init"], ["--config", "--init"]])
-def test_what_is_said_of_a_folder_is_said_once(options: list[str], tmp_path: Path) -> None:
+def test_notes_on_a_folder_are_printed_once(options: list[str], tmp_path: Path) -> None:
     path = folder(tmp_path / "hf", GPT2, tokenizer=False)
     (path / "merges.txt").write_text("")
     dropout, tokenizer = parse([text for o in options for text in (o, str(path))], "test", "").notes
@@ -159,7 +159,7 @@ def test_flags_that_agree_or_are_no_property_of_weights_pass(tmp_path: Path) -> 
     assert (model.layers, model.positions, model.init_std) == (6, 4096, 0.1)
 
 
-def test_a_config_of_another_model_is_told_all_differences_at_once(tmp_path: Path) -> None:
+def test_a_config_of_another_model_lists_all_differences_at_once(tmp_path: Path) -> None:
     """Followed literally, the flags of the message make it that of the weights."""
     path = folder(tmp_path / "hf", LLAMA)
     line: list[str | Path] = ["--config", "default", "--init", path, "--data.sequence", "64"]
@@ -189,7 +189,7 @@ def test_another_family_than_that_of_the_config(config: str, tmp_path: Path) -> 
     assert asked("--config", tmp_path / "both.toml", "--model.family", "gpt2").model.family == "gpt2"
 
 
-def test_resuming_what_is_no_run_is_told_what_to_do_instead(run: Path, tmp_path: Path) -> None:
+def test_resuming_what_is_no_run_names_what_to_do_instead(run: Path, tmp_path: Path) -> None:
     for path in (run / "checkpoints/3", run / "config.toml"):
         message = refused("--resume", path)
         assert f"it belongs to the run {run}: give --resume {run}, which continues" in message
@@ -231,7 +231,7 @@ def test_the_plan_reads_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert model.layers == 6 and found
 
 
-def test_weights_that_do_not_tell_their_model_ask_for_a_config(tmp_path: Path) -> None:
+def test_weights_that_do_not_name_their_model_ask_for_a_config(tmp_path: Path) -> None:
     """The default model, which nobody asked for, is not to blame; a model that was asked for is."""
     file, config = tmp_path / "ckpt.pt", tmp_path / "c.toml"
     file.write_bytes(b"weights")

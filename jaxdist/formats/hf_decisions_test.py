@@ -137,7 +137,7 @@ def test_what_has_no_effect_changes_no_logit_of_transformers(model_type: str) ->
     assert not torch.allclose(logits(**scaled), logits(), rtol=1e-5, atol=1e-5)  # what is honoured does
 
 
-def test_dropout_is_said() -> None:
+def test_dropout_is_reported() -> None:
     """Of GPT-2 also where it is not in the file: transformers' default is 0.1."""
     assert notes_on(of("llama", attention_dropout=0.1)) == ["attention_dropout = 0.1: jaxdist trains without dropout"]
     assert not notes_on(of("qwen3", attention_dropout=0.0))
@@ -146,7 +146,7 @@ def test_dropout_is_said() -> None:
     assert not notes_on(of("gpt2", resid_pdrop=0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.1))
 
 
-def test_keys_that_are_not_known_are_said() -> None:
+def test_keys_that_are_not_known_are_reported() -> None:
     (line,) = notes_on(of("mistral", alibi=True, rope_scaling={"rope_type": "default", "wobble": 3}))
     assert line == "'alibi', 'rope_scaling.wobble': not known, and taken to change nothing"
     (line,) = notes_on(of("qwen2", pad_token_id=0))
@@ -219,7 +219,7 @@ def test_a_fix_that_leaves_a_key_out_is_right(tmp_path: Path) -> None:
         assert not notes and to_settings(model, "float32")["num_hidden_layers"] == 2
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_all_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
     """In lines that each name the file; what the message names, put right, is read."""
     wrong = {"hidden_size": "64", "vocab_size": 0, "num_hidden_layers": None, "hidden_act": "relu"}
     wrong |= {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
@@ -237,7 +237,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         assert "activation_function = " in str(values_of(of("gpt2", activation_function=other, n_head=0)))
 
 
-def test_what_a_rotation_says_without_effect_is_said() -> None:
+def test_what_a_rotation_states_without_effect_is_reported() -> None:
     """As in transformers 5, which takes the default where no rope_type is given."""
     settings = of("qwen2", rope_theta=1e6, rope_parameters={"rope_theta": 5e5, "factor": 4.0})
     assert (values := from_settings(settings))["rope_theta"] == 5e5 and "rope_scaling" not in values

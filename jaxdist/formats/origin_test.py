@@ -83,7 +83,7 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
         companion_files(path)
 
 
-def test_what_stays_behind_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_stays_behind_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", folder(tmp_path / "hf", np.float32))
     assert capsys.readouterr().out == "what stays behind of the folder that the run begins with: .hidden\n"
     assert CompanionFiles({}).left == ()

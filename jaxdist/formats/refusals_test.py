@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 from jaxdist.convert.kinds import torch_files
 
 
-def test_what_git_lfs_has_not_fetched_is_told(tmp_path: Path) -> None:
+def test_what_git_lfs_has_not_fetched_is_reported(tmp_path: Path) -> None:
     """A clone of a repository without Git LFS has a pointer in the place of each large file."""
     pointer, told = (
         f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 9\n",
@@ -53,7 +53,7 @@ def test_formats_that_are_not_read(name: str, content: bytes, says: str, tmp_pat
 
 
 @pytest.mark.parametrize("file", ["_METADATA", "items/_METADATA", "manifest.ocdbt", "model/lm_head/weight/.zarray"])
-def test_a_tree_of_arrays_is_told_of_mappings(file: str, tmp_path: Path) -> None:
+def test_a_tree_of_arrays_is_pointed_to_mappings(file: str, tmp_path: Path) -> None:
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text("{}")
     with pytest.raises(ConfigError, match=r"it is a tree of arrays by Orbax or TensorStore: .* --mapping FILE"):

@@ -198,7 +198,7 @@ def test_same_numbers_in_every_mode(batches: Any) -> None:
         np.testing.assert_allclose(scale, results[0][2], rtol=1e-13)
 
 
-def test_a_device_without_memory_is_told() -> None:
+def test_a_device_without_memory_is_reported() -> None:
     @rematerialization.in_memory("less")
     def step(message: str) -> None:
         raise jax.errors.JaxRuntimeError(message)

@@ -20,7 +20,7 @@ from jaxdist.planner.plans import Plan
 
 
 @pytest.mark.parametrize("name", [name for name, device in shipped().items() if device.platform == "gpu"])
-def test_a_chip_is_told_of(name: str) -> None:
+def test_a_chip_is_named(name: str) -> None:
     """What hardware.toml says of it, as the numbers of XLA's own descriptions."""
     device = shipped()[name]
     assert device.chip
@@ -170,7 +170,7 @@ def test_the_closed_form_of_images(row: tuple[str, dict[str, str], float]) -> No
 
 
 @pytest.mark.parametrize("row", [*FAR, *MUCH], ids=named)
-def test_where_it_tells_too_little_or_too_much(row: tuple[str, dict[str, str], float, float]) -> None:
+def test_where_the_form_is_far_off(row: tuple[str, dict[str, str], float, float]) -> None:
     assert ratio(*row[:3]) == pytest.approx(row[3], abs=0.01)
 
 

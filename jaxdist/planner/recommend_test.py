@@ -161,7 +161,7 @@ def test_reasons_are_true(case: str) -> None:
 
 
 @pytest.mark.long
-def test_every_choice_is_told_of() -> None:
+def test_every_choice_is_explained() -> None:
     sentences = [sentence for case in CASES for plan in recommended(case)[:3] for sentence in reasons(plan)]
     for begins in ("tensor", "context", "pipeline", "data", "remat", "accumulation"):
         assert any(sentence.startswith(f"{begins} = ") for sentence in sentences)
@@ -178,7 +178,7 @@ def test_every_choice_is_told_of() -> None:
         assert told in said
 
 
-def test_without_a_choice_nothing_is_said() -> None:
+def test_without_a_choice_nothing_is_reported() -> None:
     """Of one device; and of a pipeline of one row at a time no strategy, as no devices share the batch."""
     assert reasons(recommended("default on one")[0]) == []
     plan = next(p for p in recommended("mixtral-8x7b on 64") if math.prod(p.mesh[axis] for axis in FREE_AXES) == 1)
@@ -222,7 +222,7 @@ def test_what_is_false_is_caught(case: str, true: str, false: str) -> None:
         "fsdp divides parameters, gradients and optimizer state over 8 devices, with 7% of the step: ddp would fit",
     ],
 )
-def test_what_cannot_be_checked_is_not_said(sentence: str) -> None:
+def test_what_cannot_be_checked_is_not_claimed(sentence: str) -> None:
     with pytest.raises(AssertionError):
         check(recommended("llama-1b on 8 a100")[0], sentence)
 

@@ -308,7 +308,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("message", WRAPPED)
-def test_what_a_run_tells_of_its_saves(
+def test_what_a_run_reports_of_its_saves(
     message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle one of three fails, then the last one of four."""
@@ -384,7 +384,7 @@ def test_earlier_checkpoints_that_are_removed_in_the_middle_of_a_run(
         (errno.ENOTCONN, "mend that"),
     ],
 )
-def test_what_helps_is_told_by_the_reason(
+def test_what_helps_follows_the_reason(
     number: int, helps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "LINGER", 0.0)

@@ -33,13 +33,13 @@ def logged(path: Path, experiment: Experiment, *steps: int, resume: bool = False
             folder.log({"step": step, "loss": 1.0})
 
 
-def test_lines_that_were_lost_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_that_were_lost_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logged(tmp_path, Experiment(), 1, 4)
     RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=4)
     assert "lacks 2 of the 4 steps that are done" in capsys.readouterr().out
 
 
-def test_a_file_of_metrics_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_metrics_that_is_gone_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It may be removed where it is damaged. One that a conversion left empty lacks nothing."""
     logged(tmp_path, Experiment())
     RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=4)
@@ -291,7 +291,7 @@ class TestRunFolder:
         for more in ((), ("--data.split", "share"), ("--data.end_of_text", "</s>"), ("--data.bin_dtype", "int64")):
             assert RunFolder(tmp_path, experiment(*more), resume=True).experiment.data.fingerprint == "0" * 32
 
-    def test_a_longer_run_is_told_what_keeps_its_schedule(self, tmp_path: Path) -> None:
+    def test_a_longer_run_names_what_keeps_its_schedule(self, tmp_path: Path) -> None:
         RunFolder(tmp_path, Experiment()).create(Experiment().on_data("0" * 32))
         with pytest.raises(ConfigError, match=r"train.steps is where the decay ends .* --optimizer.decay_steps 300"):
             RunFolder(tmp_path, experiment("--steps", "900"), resume=True)

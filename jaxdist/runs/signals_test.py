@@ -84,7 +84,7 @@ def test_signals(tmp_path: Path) -> None:
         assert str(saving.interrupted(4, tmp_path)).startswith("ended by SIGTERM after step 4; step 4 is saved")
 
 
-def test_a_second_interrupt_is_heeded_at_once() -> None:
+def test_a_second_interrupt_ends_at_once() -> None:
     clock = Clock()
     with Saving(Checkpoint(), clock) as saving:
         os.kill(os.getpid(), signal.SIGINT)

@@ -333,7 +333,7 @@ def test_all_end_and_one_says_why(plant: str, codes: list[int], told: list[str])
 
 
 @pytest.mark.slow
-def test_a_wrong_number_of_processes_is_told_once() -> None:
+def test_a_wrong_number_of_processes_is_reported_once() -> None:
     done = torchrun("-m", "jaxdist.train", *TINY, *MESH, processes=3)
     assert done.returncode == 1
     assert errors([done]) == [
@@ -341,7 +341,7 @@ def test_a_wrong_number_of_processes_is_told_once() -> None:
     ]
 
 
-def test_an_address_that_cannot_be_reached_is_told_once() -> None:
+def test_an_address_that_cannot_be_reached_is_reported_once() -> None:
     address = "192.0.2.1:29500"  # of documents, where nobody is
     ended = ranks("-c", SMALL, JAX_COORDINATOR_ADDRESS=address, JAXDIST_JOIN_SECONDS="2")
     assert [process.returncode for process in ended] == [1, 1]

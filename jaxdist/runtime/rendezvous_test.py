@@ -56,7 +56,7 @@ def test_all_know_all_machines() -> None:
         ([Present(1, 3, "b", ARGUMENTS)], TrainingError, "2 of 3 processes came to localhost"),
     ],
 )
-def test_what_is_wrong_is_said_by_the_first(others: list[Present], kind: type[Exception], message: str) -> None:
+def test_what_is_wrong_is_reported_by_the_first(others: list[Present], kind: type[Exception], message: str) -> None:
     first, *rest = meet(*others, size=3, seconds=0.5)
     assert isinstance(first, kind) and message in str(first)
     assert [type(other) for other in rest] == [SystemExit] * len(others)

@@ -149,7 +149,7 @@ def moves(case: dict[str, Any]) -> Counter[str]:
     return Counter(re.findall(r'annotate_device_placement.*?_xla_buffer_placement = "(\w+)"', text))
 
 
-def test_what_a_gpu_is_told_to_move() -> None:
+def test_what_a_gpu_is_asked_to_move() -> None:
     """Both moments of each parameter there and back; weights once more for the update, their blocks' inputs."""
     case: dict[str, Any] = {"parallel": {"mesh": "2x1"}, "memory": {"remat": "full", "offload": "optimizer"}}
     n = len(built(case).param_specs)

@@ -130,13 +130,13 @@ class TestBadInput:
         assert port.prove(tmp_path / "right").word == "equivalent"
 
     @pytest.mark.parametrize(("number", "where"), [(1, "batch 1"), (3, "batch 3, in the run jax-float64")])
-    def test_what_ones_own_code_raises_says_at_which_batch(self, tmp_path: Path, number: int, where: str) -> None:
+    def test_an_error_of_the_users_code_names_its_batch(self, tmp_path: Path, number: int, where: str) -> None:
         batches = [BATCH | {"x": np.ones((4, 7 if i == number else 6))} for i in range(1, 5)]
         with pytest.raises(Exception, match="shape") as raised:
             square(batches=batches).prove(tmp_path / "port")
         assert f"This was raised at {where}." in raised.value.__notes__
 
-    def test_a_file_that_ones_own_code_lacks(self, tmp_path: Path) -> None:
+    def test_a_file_that_the_users_code_lacks(self, tmp_path: Path) -> None:
         """It is not a full disk of the proof's."""
         port = square(torch_loss=lambda m, b: torch.from_numpy(np.load(tmp_path / "labels.npy")))
         with pytest.raises(ConfigError, match=r"batch 1: .*labels.npy.*; it is raised by the losses or steps"):

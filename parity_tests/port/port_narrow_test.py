@@ -187,7 +187,7 @@ class TestBackward:
         module = nn.Sequential(CoarseLinear(6, 6))
         return square(jax_parameters=layers, jax_loss=loss, torch_module=module, mapping=KeyMapping(rows))
 
-    def test_it_is_told(self, tmp_path: Path) -> None:
+    def test_it_is_reported(self, tmp_path: Path) -> None:
         port = self.port()
         assert port.narrow.keys() == {"jax_loss", "torch_loss"}
         verdict, _ = proved(port, tmp_path)

@@ -298,7 +298,7 @@ class TestLinen:
         verdict, written = proved(replace(port, mapping=KeyMapping(tuple(rows))), tmp_path)
         assert verdict.word == "not_equivalent" and written["parting"]["tensor"] == "activation/2"
 
-    def test_what_cannot_be_seen_is_said(self, tmp_path: Path) -> None:
+    def test_what_cannot_be_seen_is_reported(self, tmp_path: Path) -> None:
         """A layer within a jitted function: its output stays in there, and the rest is compared all the same."""
         port = square()
         inner = jax.jit(Square().apply)

@@ -252,7 +252,7 @@ def test_the_example_honours_schedule_and_precision(tmp_path: Path, optimizer: d
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_custom_loop(loop: tuple[Path, Path], tmp_path: Path) -> None:
     _, run = loop
     verdict = proved(run, tmp_path / "proof")
     assert verdict["verdict"] == "equivalent"
@@ -296,7 +296,7 @@ def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_eps_that_float32_hides_is_told(tmp_path: Path) -> None:
+def test_an_eps_that_float32_hides_is_reported(tmp_path: Path) -> None:
     """1e-6 for 1e-5 beneath activations of a variance of 4: float32 cannot tell, and the sentence says so."""
     config, start = begun(tmp_path)
     weights = load_file(start / "model.safetensors")

@@ -249,7 +249,7 @@ def small(documents: Path) -> tuple[Finished, Finished]:
         (loops.SmallSingle, "", ""),
     ],
 )
-def test_gradients_of_the_first_step_tell_what_rounding_hides_of_the_loss(
+def test_gradients_of_the_first_step_show_what_rounding_hides_of_the_loss(
     documents: Path, small: tuple[Finished, Finished], loop: type[Loop], cause: str, how: str
 ) -> None:
     ours, exact = small
@@ -264,7 +264,7 @@ def test_gradients_of_the_first_step_tell_what_rounding_hides_of_the_loss(
 @pytest.mark.long
 @pytest.mark.parametrize(("loop", "holds"), [(loops.SmallSingle, True), (loops.SmallExactGelu, False)])
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_run_with_the_other_gelu_is_told_by_which_it_is_nearer_to(
+def test_a_run_with_the_other_gelu_is_named_by_the_nearer_one(
     documents: Path, small: tuple[Finished, Finished], loop: type[Loop], holds: bool, kept: bool
 ) -> None:
     other, theirs = loops.SmallExactInDouble(documents).run("ours"), loop(documents).run("theirs")

@@ -33,7 +33,7 @@ def against(
     return found
 
 
-def test_what_a_run_leaves_out_is_told(tmp_path: Path) -> None:
+def test_what_a_run_leaves_out_is_reported(tmp_path: Path) -> None:
     notes = against(tmp_path).verdict().notes
     assert "gradients of run mine: not compared, as it recorded none" in notes
     assert "mathematics, distribution: run mine not compared, as it ran in fp32 and not in fp64" in notes
@@ -129,7 +129,7 @@ def test_no_eps_is_asked_of_an_optimizer_without_one(tmp_path: Path) -> None:
         assert set(found.kinds) & OTHERS.keys() == kinds
 
 
-def test_a_mesh_of_one_device_is_told(tmp_path: Path) -> None:
+def test_a_mesh_of_one_device_is_reported(tmp_path: Path) -> None:
     told = "distribution: nothing to compare for {}, whose mesh is one device"
     proof = asked(tmp_path)
     ours, theirs = proof.sides
@@ -194,7 +194,7 @@ def test_a_run_that_overflowed_all_the_time_is_left_open(tmp_path: Path) -> None
     assert "2 of 5 steps overflow" in found.verdict().open["precision"]
 
 
-def test_float32_within_float64_is_told(tmp_path: Path) -> None:
+def test_float32_within_float64_is_reported(tmp_path: Path) -> None:
     """A loop in fp64 whose norms are in float32 differs by little, and is told why."""
     for off, told in ((2e-9, True), (2e-5, False)):
         verdict = against(tmp_path, "fp64", off=off).verdict()

@@ -90,7 +90,7 @@ def test_moments_that_all_differ_or_differ_in_two_places_stand_out_nowhere() -> 
     assert gradients.standing_out({}) is None
 
 
-def test_a_moment_that_is_no_multiple_is_said_to_be_apart() -> None:
+def test_a_moment_that_is_no_multiple_is_reported_as_different() -> None:
     moments = [(name, w, w[::-1] if "0.attention.q" in name else w) for name, w in MOMENTS.items()]
     found = gradients.standing_out({"exp_avg": moments})
     assert found and found.how.startswith("exp_avg is apart from ours by ")

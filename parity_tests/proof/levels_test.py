@@ -368,7 +368,7 @@ def test_a_schedule_is_compared_beyond_the_steps_that_were_run(warmup: int, wron
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("steps", [1, 2, 7, 300, 100_000])
-def test_both_sides_tell_the_same_schedule(decay: Any, steps: int) -> None:
+def test_both_sides_report_the_same_schedule(decay: Any, steps: int) -> None:
     for final in (0.0, 0.1):
         o = Optimizer(warmup=min(20, steps - 1), decay=decay, final=final)
         assert schedules(o, o, steps).holds

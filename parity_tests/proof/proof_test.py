@@ -73,7 +73,7 @@ WIDEST = levels.WIDEST["mathematics"]
 SMALL = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "hidden": 24, "vocab": 256}
 
 
-def test_steps_that_were_not_run_are_told(tmp_path: Path) -> None:
+def test_steps_that_were_not_run_are_reported(tmp_path: Path) -> None:
     longer = judged(asked(tmp_path, train={"steps": 300}))
     assert any(note.startswith("Steps 1 to 20 of 300 were run") for note in longer.notes)
     assert not any(note.startswith("Steps") for note in judged(asked(tmp_path)).notes)

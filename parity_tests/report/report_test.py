@@ -92,7 +92,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written(tmp_path_factory.mktemp("whole"), Verdict([*HOLDS, FAILS]), pairs)
 
 
-def test_everything_is_said(whole: str) -> None:
+def test_everything_is_reported(whole: str) -> None:
     text = text_of(whole)
     verdict = Verdict([*HOLDS, FAILS])
     assert verdict.sentence.partition(": ")[2] in text and "<strong>Not equivalent</strong>" in whole
@@ -164,7 +164,7 @@ def test_runs_of_unequal_length(tmp_path: Path) -> None:
     assert "There is no step at which both runs have a number" in text
 
 
-def test_missing_pieces_are_said_to_be_missing(tmp_path: Path) -> None:
+def test_missing_pieces_are_reported_as_missing(tmp_path: Path) -> None:
     other = Stub("transformers", run("torch_ref").metrics, {})
     text = text_of(written(tmp_path, Verdict(HOLDS), {"policy": (run("jaxdist"), other), "one": (other, other)}))
     for said in ("no float64 runs of both sides to derive it from", "transformers: memory not reported",
@@ -282,7 +282,7 @@ def test_a_name_breaks_between_its_parts_alone(name: str, broken: str) -> None:
     assert str(report.breakable(name)).split("<wbr>") == broken.split("|")
 
 
-def test_where_it_differs_is_said_where_no_gradients_were_kept(tmp_path: Path) -> None:
+def test_where_it_differs_is_reported_where_no_gradients_were_kept(tmp_path: Path) -> None:
     """As of another loop: the cause, the first check of each level, and a heat map of the final states."""
     runs = pair()
     for number, side in enumerate(runs):

@@ -244,7 +244,7 @@ def test_a_mutated_source_is_read_or_refused(name: str, count: int, sources: Cal
 
 
 @pytest.mark.long
-def test_of_several_arrays_that_cannot_be_read_one_error_is_told(
+def test_of_several_arrays_that_cannot_be_read_one_error_is_reported(
     sources: Callable[[str], Whole], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Orbax drops the others unread, each with an error that nobody asks for."""

@@ -88,7 +88,7 @@ def test_starting_weights_are_refused_and_the_advice_works(
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_found_on_several_ranks_is_told_of_whole_tensors(bad: Path, train: Train, tmp_path: Path) -> None:
+def test_what_is_found_on_several_ranks_is_reported_by_whole_tensors(bad: Path, train: Train, tmp_path: Path) -> None:
     """Ranks have the rows 0 to 149 and 150 to 299 of the embedding, and replicas of them."""
     convert([str(bad), str(tmp_path / "kept"), "--to", "dcp", "--nonfinite", "keep"])
     refused = train("torch_ref", "--mesh=data=2,fsdp=2", "--steps=1", "--init", tmp_path / "kept")
@@ -96,7 +96,7 @@ def test_what_is_found_on_several_ranks_is_told_of_whole_tensors(bad: Path, trai
     assert refused.returncode == 2 and re.search(what, refused.stderr), refused.stderr
 
 
-def test_what_one_stage_reads_is_told_by_all_ranks(bad: Path, train: Train, tmp_path: Path) -> None:
+def test_what_one_stage_reads_is_reported_by_all_ranks(bad: Path, train: Train, tmp_path: Path) -> None:
     """Of a pipeline, of which the last stage alone reads a bad weight: no rank waits for the others."""
     tensors = load_file(bad / SINGLE)
     tensors["model.embed_tokens.weight"][290, 3] = 0

@@ -91,7 +91,7 @@ def test_what_was_found_is_not_made_again(tmp_path: Path) -> None:
     assert not list(found_before(tmp_path / "nowhere", "now"))
 
 
-def test_names_are_unique_and_tell_the_side() -> None:
+def test_names_are_unique_and_name_the_side() -> None:
     rows = table()
     assert all(name == row.name and name.startswith(f"{row.side}.") for name, row in rows.items())
     assert {row.side for row in rows.values()} == set(TABLES)

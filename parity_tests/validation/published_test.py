@@ -39,7 +39,7 @@ def test_the_readme_has_both_ratios(run: Run) -> None:
     assert f"| {ratio(run):.2f} | {ratio(run, overlap=True):.2f} |" in row
 
 
-def test_another_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_rate_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products at the data sheet's own rate, or memory passed over once: as those are who forget what kernels reach."""
     for module, name, value in ((time, "PRODUCTS", 1.2), (decoder, "PASSES", 1)):
         with monkeypatch.context() as changed:

@@ -45,7 +45,7 @@ def test_private_names_are_there(module: str) -> None:
             found = getattr(found, part)
 
 
-def test_fsdp_tells_its_offload_policy() -> None:
+def test_fsdp_reports_its_offload_policy() -> None:
     """By an attribute of its state: a property, or set by each instance."""
     assert "_fsdp_param_group" in inspect.getsource(FSDPState)
 

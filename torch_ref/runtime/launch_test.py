@@ -126,7 +126,7 @@ SILENT = ["[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms
 
 @pytest.mark.parametrize("text", [*LOST, *SILENT])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_collective_that_lost_a_rank_is_told_in_one_line(
+def test_a_collective_that_lost_a_rank_is_reported_in_one_line(
     rank: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the first and the second where there is no store to ask, as the first may be the one that is gone."""

@@ -37,6 +37,6 @@ def test_utilization_is_none_where_the_peak_is_unknown(monkeypatch: pytest.Monke
     assert mfu("NVIDIA H100", monkeypatch, device="cpu") is None
 
 
-def test_the_start_tells_memory_per_device() -> None:
+def test_the_start_shows_memory_per_device() -> None:
     row = notes(torch.nn.Linear(1, 1), {"parameters": 2 * 10**6, "optimizer_state": 4 * 10**6})["memory per device"]
     assert row == "parameters 2.00 MB, gradients 2.00 MB, optimizer 4.00 MB"

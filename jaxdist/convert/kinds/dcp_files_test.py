@@ -264,7 +264,7 @@ def test_an_index_of_older_torch(tmp_path: Path) -> None:
         read_index(folder)
 
 
-def test_an_empty_index_is_told(tmp_path: Path) -> None:
+def test_an_empty_index_is_reported(tmp_path: Path) -> None:
     (tmp_path / INDEX).touch()
     with pytest.raises(ConfigError, match=r"its \.metadata is refused: EOFError\(\); use another"):
         read_index(tmp_path)

@@ -106,7 +106,7 @@ def test_a_class_of_another_module_is_refused(tmp_path: Path) -> None:
         read_content(tag)
 
 
-def test_a_folder_without_its_model_states_is_told_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_without_its_model_states_names_what_is_missing(tmp_path: Path) -> None:
     tag = zero_2(tmp_path / "run", Trained(tmp_path))
     (tag / "mp_rank_00_model_states.pt").unlink()
     for path in (tag, tag.parent):

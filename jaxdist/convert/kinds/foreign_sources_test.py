@@ -361,7 +361,7 @@ class TestOptimizers:
         groups = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["param_groups"]
         assert [group["step"] for group in groups] == [step] * 2
 
-    def test_a_rate_that_is_taken_for_the_peak_is_told(
+    def test_a_rate_that_is_taken_for_the_peak_is_reported(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         file = written(tmp_path / "a.pt", "torch", content_of(MODEL))

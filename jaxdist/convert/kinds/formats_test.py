@@ -406,7 +406,7 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("full", ["torch.save", "jaxdist.formats.buffers.write"])
-def test_a_full_disk_is_told(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When files are laid out, within `torch.distributed.checkpoint`, and when they are filled; nothing is left."""
     source = written(tmp_path / "run", "orbax", content_of(Llama(**SMALL)))
 

@@ -157,7 +157,7 @@ def test_a_head_that_the_base_ties_is_named(gpt2: Path, tmp_path: Path) -> None:
             main([str(gpt2), str(tmp_path / "merged"), "--to", "hf", "--adapter", str(given)])
 
 
-def test_an_adapter_is_told_what_it_is(llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_recognized(llama: Path, tmp_path: Path) -> None:
     """The message's fix, followed, merges it."""
     folder = adapter(tmp_path / "a", pair(QUERY, 32, 32))
     says = (

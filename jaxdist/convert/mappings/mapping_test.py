@@ -160,7 +160,7 @@ class TestSuggestion:
         mixed = suggest(ours | {"head.kernel": (4, 9)}, theirs | {"head.weight": (9, 4)})
         assert [row.ours for row in mixed.unsure] == ["out.kernel"]
 
-    def test_what_cannot_be_told_apart_is_a_question(self) -> None:
+    def test_what_cannot_be_distinguished_is_a_question(self) -> None:
         suggestion = suggest({"x.bias": (3,), "y.bias": (3,)}, {"p.bias": (3,), "q.bias": (3,)})
         assert len(suggestion.unsure) == len(suggestion.mapping.rows) == 2
         assert "fits as well" in next(iter(suggestion.unsure.values()))

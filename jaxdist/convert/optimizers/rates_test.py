@@ -216,7 +216,7 @@ def ungrouped(folder: Path, saved: Saved, grouped: Callable[[Path, Saved], dict[
 
 
 @pytest.mark.parametrize("save", [file, accelerate, distributed])
-def test_settings_that_no_group_states_are_said(
+def test_settings_that_no_group_states_are_reported(
     save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line, with the values that continue: those of --model and its defaults."""

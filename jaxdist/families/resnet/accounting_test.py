@@ -96,7 +96,7 @@ def test_peaks_that_were_compiled(row: tuple[str, int, tuple[dict[str, str], ...
     assert planned(experiment(config, *case, batch=batch)) / 1e6 == pytest.approx(peak, rel=0.1)
 
 
-def test_where_the_form_tells_too_little() -> None:
+def test_where_the_form_is_too_low() -> None:
     """Weights that dwarf the activations of two small images are gathered forward and backward at once."""
     assert 0.75 < planned(experiment("resnet-50", FSDP, SMALL, batch=16)) / 246.87e6 < 0.85
 
@@ -106,7 +106,7 @@ def test_where_the_form_tells_too_little() -> None:
     ("resnet-50", 64, (DDP, TWICE, BF16, REPLICA), 811.85),
     ("resnet-50", 16, (ZERO1, SMALL), 165.98),
 ], ids=lambda row: f"{row[0]} {name_of(row[2])}")  # fmt: skip
-def test_where_the_form_tells_too_much(row: tuple[str, int, tuple[dict[str, str], ...], float]) -> None:
+def test_where_the_form_is_too_high(row: tuple[str, int, tuple[dict[str, str], ...], float]) -> None:
     """Microbatches in 16 bits, of batch norms of their own under ddp, and two small images under zero1."""
     config, batch, case, peak = row
     assert 1.1 < planned(experiment(config, *case, batch=batch)) / 1e6 / peak < 1.2
