@@ -1,6 +1,7 @@
 """Folders of weights that lack a file: the message names it, before anything of them is read."""
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,15 @@ def test_a_file_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
     says = r"a.pt: the file is missing; copy it there, or download it again$"
     with pytest.raises(ConfigError, match=says), loading(tmp_path / "a.pt"):
         (tmp_path / "a.pt").read_bytes()
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.99])
+def test_a_zip_without_its_end_is_called_cut(kept: float, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "whole.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"x" * 1000)
+    content = (tmp_path / "whole.pt").read_bytes()
+    path = tmp_path / "a.pt"
+    path.write_bytes(content[: int(kept * len(content))])
+    says = r"a.pt: it is cut: its end, .* is missing; copy it there, or download it again$"
+    with pytest.raises(ConfigError, match=says), loading(path):
+        zipfile.ZipFile(path)

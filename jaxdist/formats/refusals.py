@@ -59,6 +59,13 @@ def is_torch_zip(path: Path) -> bool:
         return any(name.endswith("/data.pkl") for name in file.namelist())
 
 
+def _is_cut_zip(path: Path) -> bool:
+    """Whether `path` begins as a zip does, and lacks the directory at its end."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04" and not is_zipfile(path)
+    return False
+
+
 def check_torch(path: Path) -> None:
     """Raises ConfigError where the file `path`, which is to be torch's, begins as one of another kind does."""
     if error := _foreign(path):
@@ -157,6 +164,9 @@ def loading(path: Path, fix: str = TORCH_WROTE) -> Iterator[None]:
         raise
     except Exception as error:  # of a damaged file, many kinds
         reason = str(error) if isinstance(error, ValueError) else f"it is damaged, or of another format ({error!r})"
+        again = "copy it there, or download it again" if fix == TORCH_WROTE else fix
         if isinstance(error, FileNotFoundError):
-            reason, fix = "the file is missing", "copy it there, or download it again" if fix == TORCH_WROTE else fix
+            reason, fix = "the file is missing", again
+        elif _is_cut_zip(path):
+            reason, fix = "it is cut: its end, with the list of what a zip holds, is missing", again
         raise ConfigError(f"{path}: {textwrap.shorten(reason, 200)}; {fix}") from None
