@@ -186,6 +186,7 @@ def test_a_torch_file_cut_short(suffix: str, tmp_path: Path) -> None:
     assert tensors(target).keys() == tensors(source).keys()
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_a_run_in_progress(tmp_path: Path) -> None:
     source, run = (written(tmp_path / name, "orbax", content_of(MODEL)) for name in ("source", "run"))
     target = run / "checkpoints" / "7"

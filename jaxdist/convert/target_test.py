@@ -237,6 +237,7 @@ def test_what_others_have_beside_a_target(more: list[str], tmp_path: Path) -> No
     assert (tmp_path / "b").exists() == ("--dry-run" not in more)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", ["between", "after"])
 def test_a_dry_run_touches_nothing(killed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not what a kill left, and no lock that a run left in what it would replace."""

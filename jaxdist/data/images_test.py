@@ -166,6 +166,7 @@ def test_splits_of_folders(tmp_path: Path) -> None:
     assert opened(tmp_path, split="share", validation=0).sequences("train") == 10, "three classes"
 
 
+@pytest.mark.long
 def test_images_are_known_by_their_content(tmp_path: Path) -> None:
     """Two pixels or two labels exchanged, and the size the same; what an earlier version recorded is taken."""
     images, labels = RANDOM.integers(0, 256, (8, 5, 5), dtype=np.uint8), np.arange(8) // 2

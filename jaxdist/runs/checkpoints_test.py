@@ -278,6 +278,7 @@ def test_what_is_kept(tmp_path: Path, config: Checkpoint, left: list[int]) -> No
     assert steps_in(tmp_path) == left
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drop", [checkpoints.settle, checkpoints.sweep])
 def test_writers_that_outlive_a_save_that_failed(
     drop: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -397,6 +398,7 @@ def test_what_helps_follows_the_reason(
         raise OSError(number, reason, "report.html")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("error", "reason"),
     [

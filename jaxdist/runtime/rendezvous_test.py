@@ -73,6 +73,7 @@ def test_a_process_whose_variables_make_no_sense_is_reported_by_the_first(number
     assert [getattr(other, "code", None) for other in rest] == [2, 2]
 
 
+@pytest.mark.long
 def test_what_all_have_wrong_is_reported_once() -> None:
     refusing = [Present(rank, 0, "a", ARGUMENTS, REFUSAL) for rank in range(3)]
     first, *rest = meet(*refusing[1:], size=3, first=refusing[0], seconds=1)
@@ -87,6 +88,7 @@ def test_a_process_that_reaches_no_other_reports_its_variables_itself() -> None:
     assert str(error.value) == REFUSAL
 
 
+@pytest.mark.long
 def test_strangers_are_passed_over() -> None:
     """A scanner of ports, or a program that took this port for another."""
     port = free_port()

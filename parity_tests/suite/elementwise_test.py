@@ -26,6 +26,7 @@ def optimizer(name: str, **fields: Any) -> Optimizer:
     return Experiment.parse({"optimizer": {"name": name, **fields}}, source="test").optimizer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
 def test_ours_are_elementwise(name: str) -> None:
     assert elementwise.is_elementwise(optimizer(name)) and torch_elementwise.is_elementwise(optimizer(name))

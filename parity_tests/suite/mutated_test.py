@@ -268,6 +268,7 @@ def test_of_several_arrays_that_cannot_be_read_one_error_is_reported(
     assert late == [another]
 
 
+@pytest.mark.long
 def test_a_chunk_of_more_memory_than_there_is(sources: Callable[[str], Whole]) -> None:
     """TensorStore would end the process."""
     whole = sources(".zarray of the optimizer")

@@ -390,7 +390,7 @@ def scripted(folder: Path) -> Path:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "compressed": (lambda f: rezipped(f, ZIP_DEFLATED), "its records are compressed"),
     "of another byte order": (lambda f: rezipped(f, order=b"big"), "its byteorder is 'big'"),
-    "cut": (cut, "it is damaged, or of another format"),
+    "cut": (cut, "it is cut: its end"),
     "empty": (holding(b""), "it is empty"),
     "text": (holding(b"hello world"), "is refused"),
     "a page": (holding(b"<!DOCTYPE html><html>", "a.ckpt"), "is a page of HTML"),

@@ -50,6 +50,7 @@ def sharded(original: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [binary, sharded])
 def test_the_weights_are_those_of_safetensors(layout: Any, original: Path, tmp_path: Path) -> None:
     folder = layout(original, tmp_path / "bin")
@@ -63,6 +64,7 @@ def test_the_weights_are_those_of_safetensors(layout: Any, original: Path, tmp_p
     assert source_experiment(folder).model == LLAMA
 
 
+@pytest.mark.long
 def test_tied_gpt2(tmp_path: Path) -> None:
     """A torch file lists the tied head too."""
     model = MODELS["GPT2LMHeadModel"]

@@ -324,6 +324,7 @@ def test_what_ds_config_says_is_kept_beside_what_is_given(
     assert found == says
 
 
+@pytest.mark.long
 def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The current rate stays, the reason is said, and the schedule after the warm-up can be given."""
     long = {"warmup_num_steps": 150, "warmup_max_lr": PEAK, "total_num_steps": TOTAL}

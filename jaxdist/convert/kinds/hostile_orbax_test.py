@@ -40,6 +40,7 @@ def refused(folder: Path, says: str, to: str = "orbax") -> None:
     assert not target.exists()
 
 
+@pytest.mark.long
 def test_it_is_read(lone: Path, tmp_path: Path) -> None:
     main([str(lone), str(tmp_path / "target"), "--to", "orbax"])
 
@@ -75,6 +76,7 @@ def test_a_chunk_that_is_missing(lone: Path) -> None:
         next(leaf for name, leaf in leaves.items() if "embed" in name).read()
 
 
+@pytest.mark.long
 def test_a_chunk_that_stands_for_much_more_than_the_array(lone: Path) -> None:
     array = lone / ARRAY
     said = json.loads((array / ".zarray").read_text())

@@ -67,6 +67,7 @@ def test_prefixes_come_off_and_come_back(case: tuple[str, Any], tmp_path: Path) 
     assert list(after["state_dict"]) == list(before["state_dict"]) and after["global_step"] == 7
 
 
+@pytest.mark.long
 def test_a_base_model_within(tmp_path: Path) -> None:
     """Without its head, transformers' names have no prefix of their own."""
     tied = MODELS["Qwen3ForCausalLM"]

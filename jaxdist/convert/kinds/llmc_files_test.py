@@ -92,6 +92,7 @@ def test_the_vocabulary_of_gpt2(tmp_path: Path) -> None:
     assert llmc_files._multiple(tmp_path, 50257, 50304) == 128
 
 
+@pytest.mark.long
 def test_moments_and_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of one process; those of several are named as left behind."""
     weights = model(tmp_path / "model_00000040.bin", 5)

@@ -97,6 +97,7 @@ def apart(folder: Path, interleaved: bool = True) -> float:
     return float(np.abs(ours - right).max() / np.abs(right).max())
 
 
+@pytest.mark.long
 def test_logits_are_those_of_metas_arithmetic(tmp_path: Path) -> None:
     folder = saved(tmp_path / "meta", [drawn()])
     assert apart(folder) < 1e-5  # float32, 3 layers: measured 4e-7

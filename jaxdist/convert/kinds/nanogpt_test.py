@@ -138,6 +138,7 @@ def converted(folder: Path, *arguments: str) -> Experiment:
     return load(folder / "run" / "config.toml", {})
 
 
+@pytest.mark.long
 def test_what_a_model_section_leaves_out_is_the_files(tmp_path: Path) -> None:
     """GELU, biases, schedule; what it contradicts is refused, but for GELU, of which the file says nothing itself."""
     checkpoint(tmp_path / "ckpt.pt", bias=False)

@@ -97,6 +97,7 @@ def merged(
     return load_file(tmp_path / "out" / "model.safetensors"), load_file(base / "model.safetensors")
 
 
+@pytest.mark.long
 def test_conv1d_embeddings_and_tensors_saved_whole(gpt2: Path, llama: Path, tmp_path: Path) -> None:
     fused = "transformer.h.0.attn.c_attn"
     tensors = pair(fused, 96, 32)

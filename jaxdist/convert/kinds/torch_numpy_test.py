@@ -38,6 +38,7 @@ def test_numpy_of_plain_numbers_alone(array: Any, says: str, tmp_path: Path) -> 
         main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("locked", [True, False])
 def test_numpy_by_several_threads(locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has one list of what it allows: one thread would take away what another is about to read."""

@@ -87,6 +87,7 @@ def test_files_that_go_along_are_named_as_such(name: Any, tmp_path: Path) -> Non
         torch_files.read_content(file)
 
 
+@pytest.mark.long
 def test_what_goes_along_is_in_memory_once(tmp_path: Path) -> None:
     """As it is when it is read; to write it takes no more."""
     files = {"LICENSE": bytes(8_000_000), "merges.txt": b"", "tokenizer.json": b"{}"}

@@ -103,6 +103,7 @@ def config(folder: Path) -> str:
     return str(folder / "model.toml")
 
 
+@pytest.mark.long
 def test_a_state_dict_alone_becomes_the_same_weights(tmp_path: Path) -> None:
     tree = torch.load(written(tmp_path / "w.pt", "torch", content_of(MODEL)), weights_only=True)["model"]
     (tmp_path / "w.pt").unlink()

@@ -30,6 +30,7 @@ def script(folder: Path, extra: Any) -> tuple[list[str], dict[str, Any]]:
     return [str(file), *config(folder, MODEL)], tree
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["torch", "orbax"])
 def test_tensors_within_any_kind_of_dict_or_tuple(way: str, tmp_path: Path) -> None:
     counted = collections.Counter({"a": torch.full((2,), 5.0)})

@@ -65,6 +65,7 @@ def test_it_goes_on_by_its_own_rule(key: str, policy: str, tmp_path: Path) -> No
     assert back[key] == SCALER_STATES[key](4096.0, 0) and len({*SCALER_STATES} & {*back}) == 1
 
 
+@pytest.mark.long
 def test_it_ends_where_the_model_given_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = script(tmp_path, scaler=SCALER_STATES["scaler"](1024.0, 3))
     main([str(file), str(tmp_path / "run"), *config(tmp_path, "fp32")])

@@ -199,6 +199,7 @@ def test_the_flag_without_a_schedule_is_refused(tmp_path: Path) -> None:
         main([str(source), str(tmp_path / "more"), "--to", "hf", "--model", str(section(tmp_path)), "--peak", "now"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_a_checkpoint_of_ours_has_its_schedule(kind: str, tmp_path: Path) -> None:
     source = written(tmp_path / ("a.pt" if kind == "torch" else "a"), kind, content_of(MODELS["LlamaForCausalLM"]))
