@@ -32,7 +32,7 @@ from jaxdist.training.validation import pass_over
 
 @in_memory(f"a smaller --batch, or {ALL_OF_IT}")
 def main(argv: Sequence[str] | None = None) -> None:
-    """Arguments -> what is found, on standard output; with --json alone there."""
+    """Parse arguments, evaluate and print; with --json stdout holds only the JSON object."""
     a = arguments(sys.argv[1:] if argv is None else argv)
     with aside(a.json):
         line = evaluate(a)

@@ -35,7 +35,7 @@ TIMES = {
     "products": "matrix products", "attention": "attention", "moved": "all else that computes",
     "parameters": "parameters and gradients on the links", "activations": "activations on the links",
     "latency": "latency of collectives", "host": "to the host's memory and back",
-    "hidden": "of these overlapped with computation",
+    "hidden": "overlapped with computation",
 }  # fmt: skip
 
 

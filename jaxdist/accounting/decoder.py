@@ -53,7 +53,7 @@ class Tables:
     working: Arrays
     """In the backward pass of a block that is computed again: what its formulas read and write, one by one."""
     on_cpus: Arrays
-    """On several CPUs, where reductions make what they read, while the MLP is at work, whatever is computed again."""
+    """Arrays live during the MLP on several CPUs, whose reductions compute their own inputs, under any `remat`."""
     on_gpus: Arrays | None = None
     """On GPUs, where XLA makes formulas of one number at a time where they are read; None: as `working`."""
 

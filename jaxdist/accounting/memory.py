@@ -220,5 +220,5 @@ class Footprint(State, ABC):
 
     @property
     def total(self) -> float:
-        """Bytes at that moment, those of the state that lie on the host included."""
+        """Peak bytes, including state in host memory."""
         return self.parameters + self.optimizer_state + sum(self.peak.values())

@@ -81,7 +81,7 @@ def measure(bench: Bench) -> Iterator[Figure]:
 
 
 def compare(bench: Bench, shape: Shape, row: Row, pairs: int) -> Iterator[Figure]:
-    """A figure for each other side of a row; none of no pairs."""
+    """One figure per reference side of a row; empty without pairs."""
     steps: dict[str, list[float]] = defaultdict(list)
     name, line = f"{shape.name}, {row.name}", [*shape.arguments, *row.arguments]
     for side, run in in_turns(bench, name, [JAX, *row.others], pairs, line):

@@ -1,4 +1,4 @@
-"""On what, when and of which code something was measured."""
+"""Stamp of a measurement: machine, time and source version."""
 
 import os
 import platform

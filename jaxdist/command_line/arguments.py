@@ -77,8 +77,10 @@ class Arguments:
 
     @contextmanager
     def reading_weights(self) -> Iterator[None]:
-        """Around what reads the starting weights. Raises ConfigError where they do not fit a default model that nobody
-        asked for."""
+        """Context manager for reading the starting weights.
+
+        Raises ConfigError where they do not fit a default model that nobody asked for.
+        """
         try:
             yield
         except OtherShapes as error:
@@ -279,12 +281,12 @@ def load_model(config: str | Path, option: str) -> Experiment:
 
 
 def of_weights(model: Model) -> Iterator[str]:
-    """The fields of a config that weights of the `model` hold."""
+    """Config fields that weights of `model` determine."""
     return (f"model.{name}" for name in held_by_weights(model) if name != "vocab")
 
 
 def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """`values`, with what they lack of the tables `below`."""
+    """Merge `values` over the tables `below`."""
     tables = {name: below.get(name, {}) | table for name, table in values.items() if isinstance(table, dict)}
     return below | values | tables
 

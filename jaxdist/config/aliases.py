@@ -139,10 +139,10 @@ NOT_HERE = {
     "preprocessing_num_workers dataloader_pin_memory pin_memory",
     "kernels cannot be chosen; leave it out": "attn_implementation attention_implementation attention_impl "
     "attention_backend flash_attn use_flash_attn use_flash_attention use_flash_attention_2",
-    "validation comes after the last step, and python -m jaxdist.evaluate does it of any checkpoint; leave it out": ""
+    "validation runs after the last step; python -m jaxdist.evaluate evaluates any checkpoint; leave it out": ""
     "do_eval eval_steps eval_interval eval_every eval_strategy evaluation_strategy val_check_interval "
     "check_val_every_n_epoch",
-    "to train is what the command is for; leave it out": "do_train",
+    "this command always trains; leave it out": "do_train",
     "--strategy, --precision and --memory.offload set what its file does": "deepspeed deepspeed_config "
     "accelerate_config fsdp_version",
     "the launcher sets it; leave it out": "num_nodes nnodes node_rank local_rank rank master_addr master_port "

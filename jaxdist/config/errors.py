@@ -77,13 +77,15 @@ REMEDIES: Mapping[str, str] = MappingProxyType({
 
 def remedy(reason: str) -> str:
     """The fix for a system error `reason`, for a message that ends with it."""
-    return next((helps for words, helps in REMEDIES.items() if words in reason), "mend that")
+    return next((helps for words, helps in REMEDIES.items() if words in reason), "fix that")
 
 
 @contextmanager
 def writes_to(target: str) -> Iterator[None]:
-    """Around what writes files by itself, to what the user knows as `target`. Raises TrainingError where the system
-    refuses, as a full disk does."""
+    """Context manager for code that writes files to `target`, as named to the user.
+
+    Raises TrainingError where the system refuses, as a full disk does.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -100,8 +102,11 @@ LESS = (
 
 @contextmanager
 def in_device_memory(full: type[Exception], helps: str, says: str = "") -> Iterator[None]:
-    """Around what computes. Raises TrainingError where a device has no memory left, for which the framework raises
-    `full`, with a message that `says` so; and tells what `helps`."""
+    """Context manager for computations.
+
+    Raises TrainingError, with the fix `helps`, where a device has no memory left: the framework raises `full` with a
+    message that `says` so.
+    """
     try:
         yield
     except full as error:
@@ -112,7 +117,7 @@ def in_device_memory(full: type[Exception], helps: str, says: str = "") -> Itera
 
 
 def printable(text: str, but: str = "") -> str:
-    """The text without what would command a terminal or forge a line, as names in files of others may; `but` stays."""
+    """Remove control characters and line breaks from untrusted text, except those in `but`."""
     return "".join(c if c.isprintable() or c in but else repr(c)[1:-1] for c in text)
 
 

@@ -1,6 +1,6 @@
 """Sizes of a decoder that its mesh divides, and the changes after which it divides all of them at once.
 
-A message that names one size alone leads in circles: heads that the mesh divides may not divide the width.
+A fix for one size alone can break another: heads that the mesh divides may not divide the width.
 """
 
 import math
@@ -79,7 +79,7 @@ def ways(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: st
 
 
 def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
-    """The mesh whose devices split the batch instead of what the axes `away` do, as a message gives it."""
+    """Fix text: a mesh that moves the devices of the axes `away` to the batch axis."""
     batch = "fsdp" if e.parallel.row.optimizer else "data"
     ways = math.prod(axes[axis] for axis in (batch, *away))
     full_mesh = {**axes, **dict.fromkeys(away, 1), batch: ways}
@@ -88,7 +88,7 @@ def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
 
 
 def split_into(e: "Experiment", axes: Mapping[str, int], microbatches: int) -> str:
-    """So many microbatches for a pipeline, as a message gives them, and a batch that they divide; a mesh without a
+    """Fix text: set this number of pipeline microbatches and a batch that they divide; a mesh without a
     pipeline where these are held."""
     split = e.model_copy(update={"train": e.train.model_copy(update={"accumulation": microbatches})})
     larger = grown(split, axes)

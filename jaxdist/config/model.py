@@ -241,12 +241,12 @@ class ImageModel(Model):
 
     @property
     def least_places(self) -> int:
-        """Least number of places of an image over which a batch norm takes its statistics."""
+        """Smallest number of spatial positions per image over which a batch norm computes statistics."""
         return 1
 
     @property
     def sharded_widths(self) -> frozenset[int]:
-        """Widths that fsdp has to divide."""
+        """Channel counts that the fsdp axis size must divide."""
         return frozenset()
 
     def input_shape(self, sequence: int) -> tuple[int, ...]:

@@ -153,8 +153,11 @@ def of_each(rows: Iterable[str], read: Callable[[str], Found]) -> tuple[dict[str
 def running(
     rows: Registry[Any], name: str, field: str, passes: Callable[[Exception], bool] = lambda _: False
 ) -> Iterator[None]:
-    """Around a call of the code of a row's `field`. What a plugin's code raises becomes a ConfigError that names the
-    plugin, the row, the field and the line; errors that `passes` is true of are not its own."""
+    """Context manager for calls into the code of a row's `field`.
+
+    What a plugin's code raises becomes a ConfigError that names the plugin, the row, the field and the line; errors for
+    which `passes` is true go through unchanged.
+    """
     try:
         yield
     except (ConfigError, TrainingError):

@@ -16,7 +16,7 @@ from jaxdist.config.model import Model
 
 
 class Named(Protocol):
-    """A row, which has a name."""
+    """Protocol of a registry row: anything with a `name`."""
 
     @property
     def name(self) -> str: ...

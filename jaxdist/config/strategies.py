@@ -1,4 +1,4 @@
-"""The strategies of data parallelism, one row each: what devices that hold other tokens split of a model."""
+"""The strategies of data parallelism, one row each: which model state data-parallel devices shard."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from jaxdist.config.registry import BUILT_IN, Registry, registrant
 
 @dataclass(frozen=True)
 class Strategy:
-    """The copies of the model, of three, that are sharded over `fsdp`; the others are whole on each of its devices.
+    """Which of parameters, gradients and optimizer state are sharded over `fsdp`; the others are replicated on it.
 
     torch has DDP and ZeroRedundancyOptimizer where parameters and gradients are whole, else FSDP2.
     """

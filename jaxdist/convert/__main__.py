@@ -123,7 +123,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     decided = {"peak": a.peak} if a.peak else {}
     content = source.format.read_content(a.source, wanted, training=target.state or a.ema, **decided)
     if a.peak and content.updates is None:
-        raise ConfigError(f"--peak {a.peak}: of {a.source} no optimizer is read, which has a rate; leave it out")
+        raise ConfigError(f"--peak {a.peak}: no optimizer state is read from {a.source}; leave it out")
     if a.adapter:
         content = peft.merged(content, a.source, a.adapter, lambda file: KINDS["torch"].format.described(file))
     if a.ema:

@@ -30,7 +30,7 @@ def param_specs(model: nnx.Module) -> dict[str, ParamSpec]:
 
 
 def bind(model: M, weights: dict[str, jax.Array], accumulators: dict[str, jax.Array] | None = None) -> M:
-    """`model` holding a Weight per parameter, and statistics as they are. Without accumulators it can be evaluated, not
+    """Bind a Weight to each parameter of `model`, and arrays to statistics. Without accumulators it cannot be
     differentiated."""
     graph, state = nnx.split(model)
 

@@ -80,11 +80,11 @@ def of_resume(path: Path, weights: bool) -> str:
     """The fix for a resumed state that is not finite, in its weights or only in its optimizer state."""
     if weights:
         return (
-            f"No later step mends a weight, also not with train.nonfinite = skip. Move {path} away, to resume from the "
+            f"No later step repairs a weight, even with train.nonfinite = skip. Move {path} away, to resume from the "
             "checkpoint before it"
         )
     return (
-        "No later step mends it, also not with train.nonfinite = skip. Start again from the weights, which are finite: "
+        "No later step repairs it, even with train.nonfinite = skip. Start again from the weights, which are finite: "
         f"--init {path} with another --output; or move {path} away, to resume from the checkpoint before it"
     )
 

@@ -113,9 +113,7 @@ PART_FILES = (
         "the optimizer's state of a trainer, without weights",
         "the weights too",
     ),
-    PartFile(
-        re.compile(r".*_optim_states\.pt"), "what one rank of DeepSpeed's has of fp32 weights and moments", DEEPSPEED
-    ),
+    PartFile(re.compile(r".*_optim_states\.pt"), "one DeepSpeed rank's shard of fp32 weights and moments", DEEPSPEED),
     PartFile(
         re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"),
         "one expert of DeepSpeed's mixtures",
@@ -123,7 +121,7 @@ PART_FILES = (
     ),
     PartFile(
         re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt"),
-        "what one rank of DeepSpeed's ZeRO-3 has of a model: placeholders, without weights",
+        "one DeepSpeed ZeRO-3 rank's model file: placeholders without weights",
         DEEPSPEED,
     ),
     PartFile(

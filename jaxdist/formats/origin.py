@@ -65,7 +65,7 @@ def begin(folder: RunFolder, experiment: Experiment, step: int, found: Callable[
         if (kept := found()) is not None:
             keep(folder.path, kept)
             if kept.left:
-                say(f"what stays behind of the folder that the run begins with: {', '.join(kept.left[:NAMED])}")
+                say(f"files of the starting folder that are not copied: {', '.join(kept.left[:NAMED])}")
 
 
 def keep(run: Path, found: CompanionFiles) -> None:

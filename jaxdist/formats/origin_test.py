@@ -85,5 +85,5 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
 
 def test_what_stays_behind_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", folder(tmp_path / "hf", np.float32))
-    assert capsys.readouterr().out == "what stays behind of the folder that the run begins with: .hidden\n"
+    assert capsys.readouterr().out == "files of the starting folder that are not copied: .hidden\n"
     assert CompanionFiles({}).left == ()

@@ -65,7 +65,7 @@ class Weight(NamedTuple):
 
 
 def to_local_ids(index: jax.Array, size: int) -> jax.Array:
-    """Indices into the vocabulary as those into this device's part of it, of `size`; outside of that, another's."""
+    """Global vocabulary ids -> ids in this device's shard of `size` rows; outside 0..size-1 for ids of other shards."""
     return index - lax.axis_index("tensor") * size
 
 
@@ -76,25 +76,25 @@ def mask_local_vocab(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]
 
 
 def of_vocabulary(sums: X) -> X:
-    """Sums over the whole vocabulary, of those over each device's part of it."""
+    """All-reduce partial sums over the vocabulary shards (mesh axis `tensor`)."""
     whole: X = lax.psum(sums, "tensor")
     return whole
 
 
 def highest_of_vocabulary(highest: jax.Array) -> jax.Array:
-    """The largest values of the whole vocabulary, of those of each device's part. No gradient goes through it."""
+    """All-reduce maxima over the vocabulary shards (mesh axis `tensor`). Not differentiable."""
     whole: jax.Array = lax.pmax(highest, "tensor")
     return whole
 
 
 def gather(piece: jax.Array, cut: ShardDim, to: str = "varying") -> jax.Array:
-    """All-gather of what was cut; `to="invarying"` where all devices are to agree on the result."""
+    """All-gather a shard along `cut.dim`; `to="invarying"` types the result as equal on all devices."""
     whole: jax.Array = lax.all_gather(piece, cut.axes, axis=piece.ndim + cut.dim, tiled=True, to=to)
     return whole
 
 
 def scatter(whole: jax.Array, cut: ShardDim) -> jax.Array:
-    """Reduce-scatter of what is to be cut."""
+    """Reduce-scatter an array along `cut.dim` over `cut.axes`."""
     piece: jax.Array = lax.psum_scatter(whole, cut.axes, scatter_dimension=whole.ndim + cut.dim, tiled=True)
     return piece
 
@@ -149,7 +149,7 @@ class Stages(Protocol):
 
 
 def one_stage(blocks: Callable[[X], X], x: X) -> X:
-    """All blocks are here."""
+    """Apply all blocks on this device: no pipeline."""
     return blocks(x)
 
 
@@ -223,7 +223,7 @@ class Parallel:
         return named
 
     def length(self, tokens_BT: jax.Array) -> int:
-        """The times of whole sequences, of which this device has those of `tokens_BT`."""
+        """Length of the full sequence, given this device's part `tokens_BT`."""
         return int(tokens_BT.shape[1] * lax.axis_size("context"))
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int = 0) -> jax.Array:
@@ -249,7 +249,7 @@ class Parallel:
         return lax.psum(sums, LOSS_AXES) if self.batch_norm == "global" else sums
 
     def normalized_together(self, count: int) -> int:
-        """Number of all images, of which this device has `count`."""
+        """Number of images normalized together, given `count` on this device."""
         return count * int(lax.axis_size(LOSS_AXES)) if self.batch_norm == "global" else count
 
     def own_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -7,7 +7,7 @@
 | `Ulysses` | chunk i of n | q, k, v and the result by all-to-all, (n-1)/n of each (the same) |
 
 x being the bytes of keys and values of all times, the ring sends x(n-1)/n (x(2n-1)/n); with A those of the queries,
-Ulysses sends (2A + x)(n-1)/n² each way. What else looks at all times gathers what it wants to know of them.
+Ulysses sends (2A + x)(n-1)/n² each way. Other operations over all times all-gather their inputs.
 """
 
 from dataclasses import dataclass
@@ -81,6 +81,6 @@ class Ulysses(NoContextParallel):
 
 
 def context(parallel: Parallel, size: int, fused: bool) -> Context:
-    """The row for `parallel.context` over an axis of this size; `fused`: on GPUs."""
+    """Context-parallel implementation for `parallel.context` and an axis of this size; `fused`: use GPU kernels."""
     rows: dict[str, Context] = {"ring": Ring(), "ulysses": Ulysses(fused)}
     return rows[parallel.context] if size > 1 else NoContextParallel(fused)

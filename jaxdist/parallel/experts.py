@@ -112,7 +112,7 @@ class Capped:
 
 
 def dispatch(model: Model) -> Dispatch:
-    """The row for a model; one without experts asks for none."""
+    """Expert exchange of a model: Capped if it has a capacity, else Dropless."""
     if getattr(model, "capacity", 0):
         return Capped(cast(Limited, model))
     return Dropless(getattr(model, "experts", 0))

@@ -138,13 +138,13 @@ def only(condition: jax.Array, tree: Any, other: Any = None) -> Any:
 
 
 def of_first(tree: Any) -> Any:
-    """On all stages what the first has."""
+    """Broadcast the first stage's value to all stages."""
     first = lax.axis_index(AXIS) == 0
     return jax.tree.map(lambda a: lax.psum(jnp.where(first, a, jnp.zeros_like(a)), AXIS), tree)
 
 
 def pick(tree: Any, index: jax.Array) -> Any:
-    """The entry at an index of the first axis."""
+    """Index the first axis of every array of a pytree."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
 
 

@@ -22,7 +22,7 @@ Block = Callable[..., Any]
 HOST = "pinned_host"  # memory of the host that a device can copy from by itself
 ALL_OF_IT = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 where JAX takes 75 % of a GPU"
 
-# Around what computes: a TrainingError where a device has no memory left, which tells what helps.
+# Context manager for computations: turns out-of-memory errors into a TrainingError with a fix.
 in_memory = partial(in_device_memory, jax.errors.JaxRuntimeError, says="RESOURCE_EXHAUSTED")
 
 

@@ -99,8 +99,8 @@ class ParamSpec:
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which its gradients are summed: devices with the same weights, and other tokens or, of
-        what is outside of the layers, another stage."""
+        """Mesh axes over which gradients are summed: those of devices with the same weights and other tokens; for
+        parameters outside of the layers, the stages too."""
         return (*self.shard_dim.replicas, *self.shard_dim.axes)
 
     @property

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that are not at hand: JAX's CUDA plugin compiles for a chip that is described to it, and needs none.
+"""Compile for NVIDIA GPUs that are not present, from a chip description given to JAX's CUDA plugin.
 
 What it compiles is the program that would run there (https://docs.jax.dev/en/latest/aot.html), but that nothing can be
 timed: of a product's kernels XLA takes the one that it would try first.
@@ -60,7 +60,7 @@ def target(device: Hardware) -> str:
 
 
 def devices(device: Hardware, count: int) -> list[Any]:
-    """So many of them, in machines of `device.group`. Call it before anything else touches JAX's devices. Raises
+    """Make `count` abstract devices, in machines of `device.group`, before anything else touches JAX's devices. Raises
     ConfigError."""
     jax.config.update("jax_platforms", "cpu")  # the plugin looks for a GPU else
     machines, left = divmod(count, device.group)

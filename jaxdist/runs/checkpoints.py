@@ -173,7 +173,7 @@ def seal(folder: Path, known: Mapping[str, str] = EMPTY, **facts: Any) -> None:
 
 
 def synchronize(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would outlast a loss of power."""
+    """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -208,7 +208,7 @@ class Entry(NamedTuple):
 
 
 Looked = Verify | Literal["small"]
-"""How closely: the sizes of all files, besides the checksums of small ones, or those of all."""
+"""Verification level: sizes of all files and checksums of small ones, or checksums of all."""
 
 
 def damage(

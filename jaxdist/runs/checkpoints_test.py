@@ -382,7 +382,7 @@ def test_earlier_checkpoints_that_are_removed_in_the_middle_of_a_run(
         (errno.EACCES, "allow writing there (chmod)"),
         (errno.EPERM, "allow writing there (chmod, chattr)"),
         (errno.EFBIG, "raise the largest size of a file (ulimit -f)"),
-        (errno.ENOTCONN, "mend that"),
+        (errno.ENOTCONN, "fix that"),
     ],
 )
 def test_what_helps_follows_the_reason(

@@ -32,7 +32,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def aside(needed: bool = True) -> Iterator[None]:
-    """Within, lines go to standard error where it is `needed`: standard output is for a program to read."""
+    """Context manager: if `needed`, print to stderr and keep stdout for machine-readable output."""
     before, console.stderr = console.stderr, needed
     try:
         yield

@@ -181,7 +181,7 @@ class RunFolder:
         return kept
 
     def synchronize(self) -> None:
-        """Wait until what was logged would outlast a loss of power, as the checkpoint that follows it will.
+        """fsync the log before the checkpoint that follows it.
 
         Puts back the config of a folder that was removed, without which the checkpoint could not be resumed from.
         """
@@ -339,7 +339,7 @@ def each_metrics(path: Path) -> Iterator[dict[str, Any]]:
     try:
         yield from parse_metrics(read_bytes(file, MOST_BYTES)) if file.exists() else ()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
+        raise ConfigError(f"{file} is damaged: {error}; repair or remove it") from None
 
 
 def parse_metrics(log: bytes) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ class Action(IntEnum):
 
 
 class Saving:
-    """Signals are heeded within the context. `clock`: seconds. `agree`: of what each of several processes finds due,
+    """Handle signals within the context. `clock`: seconds. `agree`: of what each of several processes finds due,
     what all of them do."""
 
     def __init__(

@@ -29,7 +29,7 @@ VARIABLES = {
 ADDRESS, PORT = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT"
 NO_RANK = -1  # of a process whose number makes no sense
 LOCAL_SIZES = {"torchrun": "LOCAL_WORLD_SIZE", "Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE"}
-SECONDS = 40  # for all to come
+SECONDS = 40  # rendezvous timeout
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Launch:
     coordinator: tuple[str, int]
     """Host and port at which the first process can be reached."""
     refusal: str = ""
-    """What makes no sense of the variables of this process; it may be known to no other."""
+    """Error in this process's launcher variables; other processes may not see it."""
 
     @property
     def address(self) -> str:

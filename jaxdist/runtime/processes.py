@@ -1,6 +1,6 @@
 """Several processes as one run: they join by `jax.distributed`, agree on what one of them sees, and end together.
 
-A command that calls none of it, or that no launcher started, is one process: all of this is then nothing.
+Without a launcher a command is one process, and nothing here has an effect.
 """
 
 import atexit
@@ -94,7 +94,7 @@ def _one_of_many(main: Callable[[], None]) -> None:
 
 
 def _only_ours_on_stdout() -> None:
-    """Gloo prints a line per device and group of devices there, from within."""
+    """Point file descriptor 1 at /dev/null, where gloo prints, and keep sys.stdout on the terminal."""
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -143,7 +143,7 @@ def _listener(launch: Launch) -> socket.socket:
 
 
 def _answer(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[int, socket.socket]]:
-    """Every other process: go to the first, and hear what it says."""
+    """Processes other than the first: connect to it and read its reply."""
     while True:
         try:
             with ExitStack() as stack:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class StartupTimer:
-    """`seconds` by what they went into, in order; the first are `imports`, all that came before this was made."""
+    """Timer of start-up phases: `seconds` by phase, in order; `imports` is the time before construction."""
 
     def __init__(self) -> None:
         self.seconds = {"imports": since_the_process_began()}

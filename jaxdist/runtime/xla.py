@@ -47,7 +47,7 @@ def options(parallel: Parallel) -> dict[str, Any]:
 
 
 def on_cpus(mesh: Mesh) -> dict[str, Any]:
-    """On several CPU devices no reductions by YNNPACK. Every supported version has the option; one of XLA_FLAGS goes
+    """Disable YNNPACK reductions on several CPU devices. Every supported version has the option; one of XLA_FLAGS goes
     before it."""
     if mesh.devices.flat[0].platform != "cpu" or mesh.devices.size == 1:
         return {}
@@ -83,7 +83,7 @@ def collectives(module: ir.Module) -> list[ir.Operation]:
 
 
 def leave_out_idle(module: ir.Module) -> None:
-    """Leave out collectives within groups of one device, which are what they are given: XLA copies it on CPUs."""
+    """Remove collectives over groups of one device, which are identities: XLA copies their input on CPUs."""
     for operation in collectives(module):
         if GROUPS in operation.attributes and of_one(operation.attributes[GROUPS]):
             for result, operand in zip(operation.results, operation.operands, strict=True):

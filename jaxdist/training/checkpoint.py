@@ -91,7 +91,7 @@ class Checkpoints:
         return bool(self.writing and self.writing.done() and self.writing.exception())
 
     def wait(self) -> None:
-        """Until what is being written has its name. Raises TrainingError as `save` does."""
+        """Wait until the save in progress is published. Raises TrainingError as `save` does."""
         writing, self.writing = self.writing, None
         if writing:
             writing.result()
@@ -110,7 +110,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for what is being written."""
+        """Wait for the save in progress."""
         with ExitStack() as stack:
             if "checkpointer" in self.__dict__:
                 if first():

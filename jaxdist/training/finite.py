@@ -1,4 +1,4 @@
-"""Weights and optimizer state are looked at for values that cannot be when they are read, on the devices."""
+"""Check on the devices that weights and optimizer state read from files are valid."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

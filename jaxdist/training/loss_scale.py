@@ -21,14 +21,14 @@ class LossScale(NamedTuple):
 
 
 def start(precision: Precision) -> LossScale | None:
-    """Before the first step; None where a policy does not scale."""
+    """Initial loss-scale state; None if the policy does not scale."""
     if not precision.loss_scale:
         return None
     return state_of(precision.loss_scale, 0)
 
 
 def state_of(scale: ArrayLike, good: ArrayLike) -> LossScale:
-    """The state of these numbers."""
+    """Build the state from a scale and a count of good steps."""
     return LossScale(jnp.asarray(scale, jnp.float32), jnp.asarray(good, jnp.int32))
 
 

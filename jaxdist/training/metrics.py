@@ -108,7 +108,7 @@ def pipeline(program: Program) -> dict[str, Any]:
 
 
 def bytes_on_device(tree: Any, offloaded: bool = False) -> int:
-    """Bytes of a device's shards of the arrays of `tree`; of those alone that are `offloaded` to its host."""
+    """Bytes of a device's shards of the arrays of `tree`; with `offloaded`, only of arrays in host memory."""
     return sum(
         math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
         for a in jax.tree.leaves(tree) if a.sharding.memory_kind == HOST or not offloaded

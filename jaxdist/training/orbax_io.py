@@ -115,7 +115,7 @@ def restore(path: Path, **abstract: Any) -> Any:
 
 
 def check_arrays(metadata: Any) -> None:
-    """Raises ValueError as `check_chunk`: for the chunks that it is told of, TensorStore takes memory, and ends the
+    """Raises ValueError as `check_chunk`: TensorStore allocates the declared chunk size, and ends the
     process where there is none."""
     for place, array in jax.tree_util.tree_leaves_with_path(metadata):
         if (storage := getattr(array, "storage", None)) and storage.chunk_shape:

@@ -182,7 +182,7 @@ class Program:
 
     @cached_property
     def abstract(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state at rest: what is traced with it knows what lies on the host."""
+        """Shapes, dtypes and shardings of the state at rest; a trace of it keeps the memory of offloaded state."""
 
         def abstract(a: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
@@ -212,7 +212,7 @@ class Program:
 
     @cached_property
     def layers(self) -> np.ndarray:
-        """The layers in the order in which devices hold them."""
+        """Layer permutation [L] from checkpoint order to device order."""
         return self.schedule.order(self.experiment.model.layers)
 
     @cached_property

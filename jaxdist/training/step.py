@@ -79,9 +79,9 @@ class Step:
     def update(
         self, state: TrainState, gradients: Arrays, statistics: Arrays, loss: jax.Array, norm: jax.Array
     ) -> TrainState:
-        """Clip and update; nothing where loss or norm is not finite or the step is to be skipped, but the schedule.
+        """Clip and update. If loss or norm is not finite or the step is skipped, only the schedule advances.
 
-        Statistics have been moved by the forward pass, as in torch, whatever becomes of its gradients.
+        As in torch, running statistics are updated even when gradients overflow.
         """
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         met = ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
@@ -125,7 +125,7 @@ class Step:
         return ModelOutput(*made) if isinstance(made, tuple) else ModelOutput(made)
 
     def gathered(self, parameters: Arrays) -> Arrays:
-        """Parameters as all microbatches take them: whole already, where they are gathered once a step."""
+        """Parameters as microbatches read them: all-gathered here if the strategy gathers once per step."""
         strategy, dtype = self.parallel.strategy, self.parallel.precision.compute
         if strategy.reshards or not strategy.parameters:
             return parameters
@@ -216,7 +216,7 @@ class Step:
         return {name: piece(self.param_specs[name].shard_dim, w) for name, w in parameters.items()}
 
     def unshard_params(self, pieces: Arrays) -> Arrays:
-        """The inverse of `pieces`: zero1 and zero2 gather the updated parameters."""
+        """Inverse of `shard_params`: zero1 and zero2 all-gather the updated parameters."""
         if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
             return pieces
         return {name: gather(w, self.param_specs[name].shard_dim, to="invarying") for name, w in pieces.items()}

@@ -1,4 +1,4 @@
-"""The loss of a model over a split of the data: what a run tells at its end, and `jaxdist.evaluate`."""
+"""The loss of a model over a split of the data: used at the end of a run and by `jaxdist.evaluate`."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -423,7 +423,7 @@ def nothing_drawn(what: str) -> Iterator[None]:
 
 
 def check_loss(name: str, loss: Any) -> None:
-    """Raises ConfigError for what is not one number."""
+    """Raises ConfigError unless `loss` is a scalar."""
     if getattr(loss, "shape", None) != ():
         given = f"an array of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else repr(loss)
         raise ConfigError(f"{name} returns {given}, not a scalar; give the mean over the batch, or the sum")

@@ -170,7 +170,7 @@ def first_step(a: Run, b: Run, bounds: Mapping[str, np.ndarray]) -> int:
 
 
 def search(look: Callable[[list[int]], list[Divergence | None]], suspect: int) -> Divergence | None:
-    """The parting at or before step `suspect`; None where that step and the one before agree in everything.
+    """First divergence at or before step `suspect`; None where that step and the one before agree in everything.
 
     `look(steps)` makes both runs anew with all tensors of these steps recorded, and says where each step parts. A step
     that begins with different weights or moments is not where they come from, one in which all agrees lies before it:

@@ -73,7 +73,7 @@ def other_start(e: Evidence) -> Seen:
         most = max(unlike, key=unlike.__getitem__)
         return (
             1,
-            f"of the weights that {e.theirs.side} began with {most} differs from the given one by {unlike[most]:.2g}",
+            f"{e.theirs.side} started from other weights: {most} differs from the given one by {unlike[most]:.2g}",
         )
     return 1, (
         f"at the end the weights of {e.theirs.side} are {found[0]:.2g} times the size of the given ones away from them,"

@@ -265,7 +265,7 @@ class Proof:
         return axes if side in SIDES else axes | {axis: 1 for axis in axes if axis not in ("data", "fsdp")}
 
     def elsewhere(self) -> Iterator[Check]:
-        """Runs of ours that were made on another mesh than was asked for: they would agree, and be of another thing."""
+        """Check that each run used the requested mesh."""
         for side in (side for side in self.sides if side in MADE):
             found = {kind: run.mesh for (of, kind), run in self.done.items() if of == side and "mesh" in run.summary}
             asked = {kind: self.mesh_of(side, kind, math.prod(mesh.values())) for kind, mesh in found.items()}
@@ -370,7 +370,7 @@ class Proof:
 
     @property
     def param_specs(self) -> dict[str, ParamSpec]:
-        """Layouts of the model's parameters, by name."""
+        """ParamSpecs of the model, by name."""
         return models.param_specs(models.build(self.experiment.model))
 
     def causes(self) -> list[Cause]:

@@ -60,9 +60,9 @@ class Run:
         try:
             found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
+            raise ConfigError(f"{file} is damaged: {error}; repair or remove it") from None
         if not isinstance(found, dict):
-            raise ConfigError(f"{file} is damaged: it is not an object; mend or remove it")
+            raise ConfigError(f"{file} is damaged: it is not an object; repair or remove it")
         return found
 
     @property
@@ -106,7 +106,9 @@ class Run:
             if names.is_hf(record):
                 return names.from_hf(record, model.family, model.layers)
         except (KeyError, ValueError) as error:  # a name or a shape that such a model has not
-            raise ConfigError(f"{self.path}: its record does not fit the model: {error!r}; mend or remove it") from None
+            raise ConfigError(
+                f"{self.path}: its record does not fit the model: {error!r}; repair or remove it"
+            ) from None
         return record
 
     @cached_property

@@ -152,7 +152,7 @@ class Workers:
         return self.pools[module.partition(".")[0]].submit(work, module, arguments)
 
     def wait(self, module: str, future: Future[int]) -> None:
-        """Until a command has ended. Raises ConfigError or TrainingError where it failed."""
+        """Wait until a command has ended. Raises ConfigError or TrainingError where it failed."""
         try:
             code = future.result()
         except BrokenExecutor:

@@ -276,7 +276,7 @@ def chosen(argv: Sequence[str]) -> tuple[Path, list[Mistake]]:
         required=True,
         type=user_path,
         metavar="DIR",
-        help=f"folder for detection.json and the runs; what the same code found by {FOUND} there is not made again",
+        help=f"folder for detection.json and the runs; mistakes already in its {FOUND} from the same code are skipped",
     )
     parser.add_argument("--only", default="", metavar="NAME,...", help="mistakes to plant (default: all)")
     a, rows = parser.parse_args(argv), table()

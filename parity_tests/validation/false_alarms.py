@@ -253,7 +253,7 @@ def resumed(file: Path) -> list[Result]:
     try:
         results = [Result.read(line) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is damaged: {error!r}; mend or remove it") from None
+        raise ConfigError(f"{file} is damaged: {error!r}; repair or remove it") from None
     for result in results:
         if result.code != code():
             raise ConfigError(

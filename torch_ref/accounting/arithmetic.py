@@ -2,8 +2,8 @@
 
 An error in them is smaller than that of bfloat16 elsewhere: no loss curve of a bf16 run shows it, though some models
 train worse. The dispatcher, which every operation passes, shows it at once, where it is written with these functions: a
-norm that divides by a square root can't be told apart from Adam, which does too, and fused kernels compute inside in
-float32 whatever they are given.
+norm that divides by a square root cannot be distinguished from Adam, which does too, and fused kernels compute in
+float32 inside, whatever their inputs.
 """
 
 from typing import Any

@@ -56,7 +56,7 @@ def of_tokens(logits: Tensor, model: Config | None) -> Tensor:
 
 
 def _masked(logits: Tensor, count: int) -> Tensor:
-    """The first `count` columns as they are, the others as low as can be."""
+    """Mask columns from `count` on with the dtype's lowest value."""
     padding = torch.arange(logits.shape[-1], device=logits.device) >= count
     return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
 

@@ -17,7 +17,7 @@ from torch_ref.parallel.experts import Dispatch, own
 
 
 class Router(nn.Module):
-    """Logits of the experts [B, T, E], in float32 or wider whatever the policy: what is chosen hangs on few bits."""
+    """Logits of the experts [B, T, E], in float32 or wider under any policy: fewer bits select other experts."""
 
     def __init__(self, c: Config):
         super().__init__()

@@ -83,7 +83,7 @@ class ConvNorm(nn.Module):
 
 
 def max_pool(x_BCYX: Tensor) -> Tensor:
-    """The largest of each 3×3, at every second place."""
+    """3×3 max-pooling with stride 2."""
     return functional.max_pool2d(x_BCYX, 3, stride=2, padding=1)
 
 

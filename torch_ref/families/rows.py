@@ -5,7 +5,7 @@ from torch_ref.families.registry import FAMILIES, Family
 
 MIXTRAL, MIXTRAL_FORMS = "torch_ref.families.mixtral:Mixtral", "torch_ref.families.mixtral:ACCOUNTING"
 EXPERTS = {"layers.*.mlp": "", "layers.*.mlp.router": "norm"}  # the experts are entered by themselves
-TALLY = "between torch's stages a tally of experts has no way to go"
+TALLY = "torch's pipeline stages cannot pass the expert tally on"
 
 for row in (
     Family("llama", "torch_ref.families.llama:Llama", "torch_ref.families.llama:ACCOUNTING"),

@@ -1,4 +1,4 @@
-"""Weights and optimizer state are looked at for values that cannot be when they are read."""
+"""Check that weights and optimizer state read from files are valid."""
 
 import math
 from collections.abc import Mapping

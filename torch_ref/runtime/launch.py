@@ -166,8 +166,11 @@ def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def meeting(rank: int) -> Iterator[None]:
-    """Around what joins the ranks. Raises ConfigError where they cannot meet, which the first rank says; so does
-    the second, as the first may be the one that is missing."""
+    """Context manager for joining the ranks.
+
+    Raises ConfigError where they cannot meet. The first rank reports it; so does the second, as the first may be the
+    one that is missing.
+    """
     try:
         yield
     except (dist.DistError, ValueError) as error:  # ValueError: of variables that are missing
@@ -225,7 +228,7 @@ def speaks(rank: int) -> bool:
 
 
 def wait_for_others(store: dist.Store) -> None:
-    """Until all but one have come to the store, or do not come."""
+    """Wait until all but one rank reach the store, or time out."""
     until = time.monotonic() + 2 * SECOND
     while store.add("lost", 0) < dist.get_world_size() - 1 and time.monotonic() < until:
         time.sleep(SECOND / 20)

@@ -44,7 +44,7 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def save(saves: Saves, step: int, program: Program) -> None:
-    """Write `checkpoints/<step>`, by all ranks; so named only once whole. Then remove what is not to be kept."""
+    """Write `checkpoints/<step>` by all ranks, named so when complete; then remove those beyond `checkpoint.keep`."""
     folder = saves.checkpoints
     partial_path = unfinished(folder, step)
 

@@ -207,7 +207,7 @@ class Optimizer:
         return state
 
     def begin(self) -> None:
-        """Let the average of weights be the weights, as they are to start from."""
+        """Initialize the moving average with the starting weights."""
         for name, state in self.state.items():
             if EMA in state:
                 local(state[EMA]).copy_(self.locals[name])

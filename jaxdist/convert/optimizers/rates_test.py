@@ -195,7 +195,7 @@ def test_the_flag_without_a_schedule_is_refused(tmp_path: Path) -> None:
     main([str(source), str(tmp_path / "hf"), "--to", "hf", "--model", str(section(tmp_path))])
     with pytest.raises(ConfigError, match=r"--peak: SOURCE .* it belongs to deepspeed, trainer, dcp, torch; leave it"):
         main([str(tmp_path / "hf"), str(tmp_path / "run"), "--peak", "now"])
-    with pytest.raises(ConfigError, match=r"--peak now: of .* no optimizer is read, which has a rate; leave it out"):
+    with pytest.raises(ConfigError, match=r"--peak now: no optimizer state is read from .*; leave it out"):
         main([str(source), str(tmp_path / "more"), "--to", "hf", "--model", str(section(tmp_path)), "--peak", "now"])
 
 

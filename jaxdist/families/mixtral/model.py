@@ -19,7 +19,7 @@ Flow = tuple[jax.Array, jax.Array]  # the residual [B, T, D], and so far the tal
 
 
 class Router(nnx.Module):
-    """Logits of the experts [B, T, E], in float32 or wider whatever the policy: what is chosen hangs on few bits."""
+    """Logits of the experts [B, T, E], in float32 or wider under any policy: fewer bits select other experts."""
 
     def __init__(self, c: Config):
         self.kernel = parameter((c.dim, c.experts), ("embed", "choices"), c.init_std)

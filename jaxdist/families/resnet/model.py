@@ -89,7 +89,7 @@ class ConvNorm(nnx.Module):
 
 
 def max_pool(x_BYXC: jax.Array) -> jax.Array:
-    """The largest of each 3×3, at every second place."""
+    """3×3 max-pooling with stride 2."""
     padding = ((0, 0), (1, 1), (1, 1), (0, 0))
     largest_BYXC: jax.Array = lax.reduce_window(x_BYXC, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
     return largest_BYXC
