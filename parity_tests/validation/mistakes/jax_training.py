@@ -321,7 +321,7 @@ def second_moment_of_the_unclipped() -> None:
 def decay_beside_the_gradient() -> None:
     """Adam's decay is taken off the weights, as AdamW's is."""
     row = replace(OPTIMIZERS["adam"], coupled=False)
-    plant(optim, "OPTIMIZERS", {**OPTIMIZERS, "adam": row})
+    plant(OPTIMIZERS, "_rows", {**OPTIMIZERS, "adam": row})
 
 
 @planted("adam", "mathematics", "ema/*")

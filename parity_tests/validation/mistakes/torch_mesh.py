@@ -33,7 +33,7 @@ def one_rank_fed_twice() -> None:
     """The last rank reads the first one's rows."""
     right = Dataset.batch
 
-    def batch(self: Dataset, step: int, size: int, seed: int, *, split: Any, rows: np.ndarray) -> Batch:
+    def batch(self: Dataset, step: int, size: int, seed: int, split: Any = "train", *, rows: np.ndarray) -> Batch:
         return right(self, step, size, seed, split, np.arange(2) if rows[0] == 6 else rows)
 
     plant(Dataset, "batch", batch)
@@ -217,7 +217,7 @@ def gradients_of_keys_not_summed() -> None:
     """Keys and values are gathered without a gradient: each rank keeps what it has made of its own."""
 
     def gather(self: Any, x: Tensor) -> Tensor:
-        whole = all_gather_tensor(x.detach().contiguous(), gather_dim=context.TIME, group=self.group)
+        whole = all_gather_tensor(x.detach().contiguous(), gather_dim=context.TIME, group=self.mesh.get_group())
         parts = list(whole.chunk(self.size, dim=context.TIME))
         parts[self.index] = x
         return torch.cat(parts, dim=context.TIME)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parity_tests.validation.mistakes import altered, everywhere, mistake, plant
-from torch_ref.families import gpt2, layers, llama
+from torch_ref.families import gpt2, layers, llama, loss
 
 planted = partial(mistake, "torch_ref")
 FIRST = "activation/layers.0"
@@ -219,4 +219,4 @@ def lookup_without_gradient() -> None:
 def head_of_another_scale() -> None:
     """Logits of a tied head are divided by sqrt(D), as T5's are."""
     scaled = altered(functional, linear=lambda x, weight: functional.linear(x, weight) * 40**-0.5)
-    plant(gpt2, "functional", scaled)
+    plant(loss, "functional", scaled)
