@@ -117,7 +117,7 @@ def in_device_memory(full: type[Exception], helps: str, says: str = "") -> Itera
 
 
 def printable(text: str, but: str = "") -> str:
-    """Remove control characters and line breaks from untrusted text, except those in `but`."""
+    """Escape control characters and line breaks of untrusted text, except those in `but`."""
     return "".join(c if c.isprintable() or c in but else repr(c)[1:-1] for c in text)
 
 

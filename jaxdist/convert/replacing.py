@@ -13,6 +13,7 @@ from jaxdist.formats.companions import is_listed
 from jaxdist.formats.folders import is_hf
 from jaxdist.formats.origin import ORIGIN
 from jaxdist.formats.sources import kind_at, sibling
+from jaxdist.formats.torch_zips import BEGIN
 from jaxdist.runs.checkpoints import DAMAGED, FOLDER, UNFINISHED, listed, newest
 from jaxdist.training.step import TrainState
 
@@ -30,8 +31,7 @@ CHECKPOINT = re.compile(
 )
 CHUNK = re.compile(r"\.zarray|\d+(\.\d+)*")
 OTHER_CHECKPOINT = re.compile(rf"\d+({re.escape(DAMAGED)}(-\d+)?)?")
-ZIP = b"PK\x03\x04"  # how a torch file begins, among others, and one of before 1.6
-LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
+LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how a torch file of before 1.6 begins
 
 
 def check_apart(given: Path, read: Mapping[str, Path | None], force: bool) -> None:
@@ -78,7 +78,7 @@ def is_file(target: Path) -> bool:
         begins = file.read(len(LEGACY))
     if target.suffix == ".safetensors":
         return begins[8:9] == b"{"
-    return begins == LEGACY or (begins.startswith(ZIP) and kind_at(target) is not None)  # zips are documents too
+    return begins == LEGACY or (begins.startswith(BEGIN) and kind_at(target) is not None)  # zips are documents too
 
 
 def is_folder(target: Path) -> bool:

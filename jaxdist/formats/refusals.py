@@ -23,6 +23,7 @@ from jaxdist.formats.folders import (
 )
 from jaxdist.formats.foreign import INDEX, SINGLE, Foreign, foreign_content, indexed
 from jaxdist.formats.naming import MODEL
+from jaxdist.formats.torch_zips import BEGIN
 
 
 def is_read(folder: Path) -> bool:
@@ -62,7 +63,7 @@ def is_torch_zip(path: Path) -> bool:
 def _is_cut_zip(path: Path) -> bool:
     """Whether `path` begins as a zip does, and lacks the directory at its end."""
     with suppress(OSError), path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04" and not is_zipfile(path)
+        return file.read(len(BEGIN)) == BEGIN and not is_zipfile(path)
     return False
 
 

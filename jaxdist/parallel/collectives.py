@@ -82,7 +82,7 @@ def of_vocabulary(sums: X) -> X:
 
 
 def highest_of_vocabulary(highest: jax.Array) -> jax.Array:
-    """All-reduce maxima over the vocabulary shards (mesh axis `tensor`). Not differentiable."""
+    """All-reduce maxima over the vocabulary shards (mesh axis `tensor`). No gradient goes through it."""
     whole: jax.Array = lax.pmax(highest, "tensor")
     return whole
 

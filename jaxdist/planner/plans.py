@@ -77,10 +77,8 @@ class Plan:
     @cached_property
     def state(self) -> dict[str, float]:
         """State of any family between steps; `host` is in host memory."""
-        if "footprint" in self.unknown:
-            f = State(self.experiment, param_specs(self.experiment.model), self.mesh, self.hardware.platform)
-        else:
-            f = self.footprint
+        specs, platform = param_specs(self.experiment.model), self.hardware.platform
+        f: State = self.if_known("footprint") or State(self.experiment, specs, self.mesh, platform)
         offload = self.experiment.memory.offload
         host = f.parameters * ("parameters" in offload) + f.optimizer_state * ("optimizer" in offload)
         return {"parameters": f.parameters, "optimizer_state": f.optimizer_state, "host": host}

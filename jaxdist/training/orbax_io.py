@@ -115,8 +115,8 @@ def restore(path: Path, **abstract: Any) -> Any:
 
 
 def check_arrays(metadata: Any) -> None:
-    """Raises ValueError as `check_chunk`: TensorStore allocates the declared chunk size, and ends the
-    process where there is none."""
+    """Raises ValueError as `check_chunk`: TensorStore allocates chunks of the declared size, and ends the process where
+    memory does not suffice."""
     for place, array in jax.tree_util.tree_leaves_with_path(metadata):
         if (storage := getattr(array, "storage", None)) and storage.chunk_shape:
             name = jax.tree_util.keystr(place, simple=True, separator=".")

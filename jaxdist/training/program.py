@@ -212,7 +212,7 @@ class Program:
 
     @cached_property
     def layers(self) -> np.ndarray:
-        """Layer permutation [L] from checkpoint order to device order."""
+        """Indices of the layers [L] in the order in which devices hold them."""
         return self.schedule.order(self.experiment.model.layers)
 
     @cached_property

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist.conftest import often
+from jaxdist.conftest import often, slow
 from jaxdist.runs.checkpoints import UNFINISHED, damage, steps_in
 from jaxdist.runs.folder import read_metrics
 from parity_tests.runs.forkserver import TRAIN
@@ -51,7 +51,7 @@ def assert_whole(path: Path) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("side", often(SIDES, []))
+@pytest.mark.parametrize("side", slow(SIDES))
 def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(side: str, disk: Path, tmp_path: Path) -> None:
     path, straight = disk / "run", tmp_path / "straight"
     done = train(side, path)
