@@ -19,7 +19,7 @@ STACK = ("#0b3d78", "#d0d7de", "#8c959f", "#b48a2f", "#7a9e3f", "#5f8fc9", "#1f5
 def render(sections: Sections, titles: Mapping[str, str], differences: Sequence[Difference]) -> str:
     """The page of `sections`, by whose names the `titles` are."""
     drawn = {name: drawings(name, section, titles[name]) for name, section in sections.items()}
-    template = pages(Path(__file__).parent).get_template("page.html.j2")
+    template = pages(Path(__file__).parent).get_template("bench.html.j2")
     return template.render(sections=sections, titles=titles, drawn=drawn, differences=differences, number=number)
 
 

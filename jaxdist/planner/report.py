@@ -21,7 +21,7 @@ def write(folder: Path, plans: Sequence[Plan], title: str, notes: Sequence[str])
     """Write plan.html: the memory of `plans`, the first of which is drawn over numbers of devices too."""
     page = (
         pages(Path(__file__).parent)
-        .get_template("report.html.j2")
+        .get_template("plan.html.j2")
         .render(title=title, notes=notes, memory=memory(plans[:MOST]), scaling=scaling(plans[0]), plans=plans[:MOST])
     )
     folder.mkdir(parents=True, exist_ok=True)
