@@ -1,4 +1,4 @@
-"""Runs of the real command line, each done once however many tests look at it."""
+"""Runs of the command line, shared by all tests that look at them."""
 
 import json
 import os
@@ -54,7 +54,7 @@ class Run:
 
 
 def distance(run: Run, reference: Run) -> tuple[float, float]:
-    """Largest relative difference of the curves, and of any parameter or moment by its norm."""
+    """Largest relative differences: of the curves, and by norm of any parameter or moment."""
     curves = float(np.abs(run.curves / reference.curves - 1).max())
     state, other = run.state, reference.state
     assert state.keys() == other.keys()
@@ -62,8 +62,8 @@ def distance(run: Run, reference: Run) -> tuple[float, float]:
 
 
 def command(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command line, with the code `before` executed ahead of it. Forked from a process that has imported torch,
-    unless it has variables of its own."""
+    """Run the command line, after executing the code `before`. Forked from a process that has imported torch, unless
+    `environment` is given."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}  # it changes with every test
     inherited |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
     module, line = "torch_ref.train", [*FIELDS, *arguments]
@@ -91,7 +91,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def run(arguments: str, before: str = "") -> Run:
         key = (" ".join(arguments.split()), before)
         if key not in done:
-            output = Path(tempfile.mkdtemp(dir=folder)) / "run"  # what fails leaves a folder too
+            output = Path(tempfile.mkdtemp(dir=folder)) / "run"  # a failed run leaves a folder too
             result = command("--data.path", str(documents), "--output", str(output), *arguments.split(), before=before)
             assert result.returncode == 0, result.stdout + result.stderr
             done[key] = Run(output)

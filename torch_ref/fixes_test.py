@@ -1,4 +1,4 @@
-"""The fixes that torch_ref's own checks give are followed literally, until both sides take the config."""
+"""Following the fixes of torch_ref's own checks literally leads to a config that both sides accept."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch_ref.training.parallelize import check_compile, check_offload
 
 
 def checks(experiment: Experiment, axes: Mapping[str, int]) -> None:
-    """As `torch_ref.train` makes them, after those of the config."""
+    """The checks that `torch_ref.train` makes after those of the config."""
     experts.check(experiment, {**axes})
     pipeline.check(experiment, {**axes})
     check_offload(experiment)

@@ -1,4 +1,4 @@
-"""Runs that cannot begin or go on: launchers, signals, ranks that fail, and steps that are not finite."""
+"""Runs that cannot start or continue: launchers, signals, failing ranks, and steps that are not finite."""
 
 import re
 import signal
@@ -138,7 +138,7 @@ train.train_step = train_step
 
 
 def test_a_step_that_is_not_finite_is_passed_over(train: Train, tmp_path: Path) -> None:
-    """Weights and moments stay, the schedule continues, and so does the run."""
+    """Weights and moments stay the same; schedule and run continue."""
     line = "--mesh 2x1 --checkpoint.every 1"
     run = train(f"{line} --train.nonfinite skip", before=INFINITE)
     records = read_metrics(run.folder)
@@ -168,7 +168,7 @@ def test_an_output_that_cannot_be_is_refused_before_any_rank_starts(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_ends_a_run(train: Train, tmp_path: Path, number: signal.Signals) -> None:
-    """It comes to the one process that started the ranks; they agree on the step."""
+    """The process that started the ranks gets the signal; the ranks agree on the step."""
     right, folder = train("--mesh 2x1 --strategy ddp"), tmp_path / "run"
     slow = "import time\nfrom torch_ref import train\nright = train.train_step\n" + (
         "train.train_step = lambda *a: (time.sleep(1), right(*a))[1]"
@@ -184,11 +184,11 @@ def test_a_signal_saves_and_ends_a_run(train: Train, tmp_path: Path, number: sig
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75, said
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 75, output
     (last,) = steps_in(folder / "checkpoints")
     assert last == len(read_metrics(folder)) < 4
-    assert said.count(f"error: ended by {number.name} after step {last}; step {last} is saved") == 1
+    assert output.count(f"error: ended by {number.name} after step {last}; step {last} is saved") == 1
     resume(folder, "--mesh 2x1 --strategy ddp")
     assert distance(Run(folder), right) == (0, 0)
 
@@ -209,7 +209,7 @@ train.launch.process_group, train.train_step = starting, signalled
 
 
 def test_signals_to_one_rank_are_obeyed_by_all(tmp_path: Path) -> None:
-    """As they come to one machine of several. Where a rank starts, there is nothing to save, and it is not ended."""
+    """One machine of several gets the signal. A rank that is still starting has nothing to save and is not ended."""
     line = ["--mesh", "2x1", "--model.vocab", "256", "--output", str(tmp_path / "run")]
     done = command(*line, before=SIGNALS)
     assert done.returncode == 75, done.stderr
@@ -231,7 +231,7 @@ train.evaluate = signalled
 
 @pytest.mark.slow
 def test_a_signal_while_validating(tmp_path: Path) -> None:
-    """After the last step, before its only save: all ranks leave out the rest of the validation, and keep the step."""
+    """After the last step, before its only save: all ranks skip the rest of the validation and save the step."""
     line = ["--mesh", "2x1", "--steps", "2", "--model.vocab", "256", "--train.validation_batches", "8"]
     done = command(*line, "--output", str(tmp_path / "run"), before=SIGNALLED)
     assert done.returncode == 75, done.stderr

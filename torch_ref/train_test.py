@@ -19,7 +19,7 @@ from torch_ref.training import checkpoint
 pytestmark = pytest.mark.long
 
 ONE = "--mesh 1x1"
-# More of them in the parity suite, each against JAX, whose meshes are compared with one device.
+# The parity suite compares more meshes, each with JAX.
 MESHES = ["--mesh data=2,fsdp=2 --train.accumulation 2 --memory.remat selective"]
 SLOW = [
     "--mesh 2x1 --strategy zero2 --train.accumulation 2",
@@ -55,7 +55,7 @@ FSDPModule.set_modules_to_forward_prefetch = refused
 def test_prefetch_changes_no_number(train: Train) -> None:
     overlap = "--mesh 2x1 --parallel.overlap true"
     assert distance(train("--mesh 2x1"), train(overlap)) == (0, 0)
-    with pytest.raises(AssertionError, match="prefetches"):  # it is asked for
+    with pytest.raises(AssertionError, match="prefetches"):  # prefetching is called
         train(overlap, before=PREFETCHED)
 
 
@@ -86,13 +86,13 @@ def continued(train: Train, tmp_path: Path, first: str, then: str) -> Run:
 
 
 def data_of(folder: Path) -> str:
-    """The data that a run was trained on."""
+    """Path of the data that a run was trained on."""
     config = (folder / "config.toml").read_text().splitlines()
     return next(line for line in config if line.startswith("path")).split('"')[1]
 
 
 def resume(folder: Path, then: str) -> str:
-    """What the run in `folder`, taken to its end with the arguments `then`, says."""
+    """Output of the run in `folder`, resumed to its end with the arguments `then`."""
     result = command("--data.path", data_of(folder), "--output", str(folder), "--resume", *then.split())
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -167,7 +167,8 @@ step.chunked = fewer
 
 
 def test_validation_goes_by_microbatches_and_chunks(train: Train) -> None:
-    """As training does, so that it takes no more memory; its loss is that of the whole, of a chunk filled up too."""
+    """Validation uses training's microbatches and chunks, so takes no more memory; its loss is that of the whole, also
+    with a padded chunk."""
     whole, chunks = train(ONE).summary["validation_loss"], f"{ONE} --train.accumulation 2 --memory.loss_chunks 7"
     assert train(chunks, before=VALIDATED_WHOLE).summary["validation_loss"] == pytest.approx(whole, rel=1e-12)
     wrong = train(chunks, before=WITHOUT_ITS_LAST_CHUNK).summary["validation_loss"]
@@ -187,8 +188,8 @@ def test_torchrun_starts_the_ranks(tmp_path: Path, train: Train) -> None:
     assert distance(Run(tmp_path / "run"), train(arguments)) == (0, 0)
 
 
-def test_a_run_to_be_measured_alone(tmp_path: Path) -> None:
-    """It has no last step to continue from."""
+def test_a_run_without_a_final_checkpoint(tmp_path: Path) -> None:
+    """`checkpoint.final = false` leaves no checkpoint."""
     line = ["--mesh", "1x1", "--model.vocab", "256", "--checkpoint.final", "false", "--output", str(tmp_path)]
     done = command(*line)
     assert done.returncode == 0, done.stderr
@@ -213,10 +214,10 @@ PLACES = {"first bit": 0.0, "early bit": 0.25, "middle bit": 0.5, "late bit": 0.
 
 @pytest.mark.parametrize("how", ["gone", "empty", "half", "swapped", *PLACES])
 def test_damaged_checkpoints_are_named(how: str, train: Train, tmp_path: Path) -> None:
-    """Every file of a checkpoint; without its manifest it is as torch itself writes them."""
+    """Each file of a checkpoint. A missing manifest is accepted: torch itself writes none."""
     source, copy = train("--mesh 2x1").folder / "checkpoints" / "4", tmp_path / "4"
     right, files = checkpoint.read(source)[1], sorted(source.iterdir())
-    assert len(files) == 5  # of two ranks
+    assert len(files) == 5  # from two ranks
     for file, other in zip(files, [*files[1:], files[0]], strict=True):
         shutil.copytree(source, copy)
         content = bytearray(file.read_bytes())
@@ -237,22 +238,22 @@ def test_damaged_checkpoints_are_named(how: str, train: Train, tmp_path: Path) -
 
 
 def test_a_damaged_checkpoint_is_passed_over(train: Train, tmp_path: Path) -> None:
-    """By all ranks, once; and the run ends as one that was not interrupted."""
+    """All ranks skip it, with one message; the run ends as an uninterrupted one."""
     right, folder = train("--mesh 2x1 --checkpoint.every 2"), tmp_path / "run"
     shutil.copytree(right.folder, folder)
     file = next((folder / "checkpoints" / "4").glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[-1000] ^= 1
     file.write_bytes(content)
-    said = resume(folder, "--mesh 2x1")
-    assert said.count(f"its file {file.name} has changed") == said.count("going back to step 2") == 1
+    output = resume(folder, "--mesh 2x1")
+    assert output.count(f"its file {file.name} has changed") == output.count("going back to step 2") == 1
     assert distance(Run(folder), right) == (0, 0)
     assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["2", "4", "4.damaged"]
 
 
 @pytest.mark.slow
 def test_an_evaluation_leaves_no_weights_gathered(train: Train) -> None:
-    """Those would be the evaluated ones, whatever the optimizer does to the pieces after."""
+    """Gathered weights would be evaluated again, whatever the optimizer does to the shards."""
     forgets = "from torch_ref.training import step\nstep.reshard = lambda model: None"
     mesh = "--mesh 2x1 --strategy zero2"
     kept, right = train(mesh, before=forgets).summary["memory"], train(mesh).summary["memory"]

@@ -27,7 +27,7 @@ def test_a_step_computes_them_in_float32_at_least(policy: str, dtype: str) -> No
     assert set(found(policy).values()) == {dtype}
 
 
-def test_one_in_bfloat16_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_in_bfloat16_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = layers.RMSNorm.__call__
 
     def call(self: Any, x: jax.Array) -> jax.Array:

@@ -106,7 +106,7 @@ def test_rows_gathered_beyond_need_are_caught(monkeypatch: pytest.MonkeyPatch) -
     assert ratios(program(model=MIXTRAL, **EXPERT_CASES["fsdp"]))["expert"] > BOUND
 
 
-def test_a_collective_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_collective_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(traffic.KINDS, "pmin")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     least = jax.shard_map(lambda x: jax.lax.pmin(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())

@@ -138,7 +138,7 @@ def test_a_save_that_fails_in_its_thread_ends_the_run_before_the_next_one(
     assert len(read_metrics(run)) in (7, 8)
 
 
-def test_a_run_to_be_measured_alone(tmp_path: Path) -> None:
+def test_a_run_without_a_final_checkpoint(tmp_path: Path) -> None:
     """It saves what it is told to, but not its last step."""
     for every, saved in ("0", []), ("2", [2]):
         path = tmp_path / every

@@ -1,4 +1,4 @@
-"""What may not be computed in few bits is seen where it is, whatever it is computed with."""
+"""The meter finds the narrowest dtype of precision-sensitive operations."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_a_step_computes_them_in_float32_at_least(train: Train, policy: str, dty
     assert found.keys() >= {"rsqrt", "_softmax", "_log_softmax"} and set(found.values()) == {dtype}
 
 
-def test_one_in_bfloat16_is_seen(train: Train) -> None:
+def test_a_norm_in_bfloat16_is_found(train: Train) -> None:
     found = train("--mesh 2x1 --precision bf16", before=NORMS).summary["arithmetic"]
     assert found["rsqrt"] == "bfloat16" and found["_softmax"] == "float32"
 

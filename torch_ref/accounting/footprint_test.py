@@ -1,4 +1,4 @@
-"""What a run says of its memory, against tensors whose sizes are known."""
+"""Reported memory, against tensors of known sizes."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 
 
 class Wide(nn.Module):
-    """A weight [4, 4] and a thousand numbers more, which its backward pass needs."""
+    """A weight [4, 4], and an activation of 1000 numbers that the backward pass needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Wide(nn.Module):
 
 
 def peak_of(microbatches: int, extra: int) -> int:
-    """Bytes at the peak of a step, during which a tensor of `extra` numbers is made and freed."""
+    """Peak bytes of a step that allocates and frees a tensor of `extra` numbers."""
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (peak := Peak(model, optimizer, "cpu")):
@@ -41,14 +41,15 @@ def test_a_peak_is_what_lives_at_once() -> None:
     weight, activation = 4 * 4 * 4, 4 * 250 * 4
     once = peak_of(1, extra=0)
     assert 2 * weight + 2 * activation <= once <= 2 * weight + 3 * activation + 100
-    assert peak_of(2, extra=0) == pytest.approx(once, abs=2 * weight)  # what a microbatch kept is freed before the next
+    # a microbatch's activations are freed before the next
+    assert peak_of(2, extra=0) == pytest.approx(once, abs=2 * weight)
     assert peak_of(1, extra=10_000) == 2 * weight + 40_000
 
 
-# DDP's buckets, which the gradients live in, stand from its first step on; they are only seen from the second.
+# DDP allocates its buckets, which hold the gradients, in its first step; only the second step starts with them.
 @pytest.mark.parametrize(("mesh", "standing"), [pytest.param("", 0, marks=pytest.mark.slow), ("--strategy ddp", 1)])
 def test_a_step_holds_its_own_gradients_alone(train: Train, mesh: str, standing: int) -> None:
-    """The second step begins where the first one's gradients are; the first begins without."""
+    """The second step starts with the first one's gradients allocated; the first starts without any."""
     first, second = (train(f"--mesh 2x1 {mesh} --steps {steps}").summary["memory"] for steps in (1, 2))
     assert 0 < first["gradients"] == second["gradients"]
     more = standing * first["gradients"]

@@ -1,4 +1,4 @@
-"""Counted traffic against the closed form of each strategy."""
+"""Counted traffic equals the closed form of each strategy."""
 
 import pytest
 
@@ -11,11 +11,11 @@ CASES = {
     "--mesh 2x1 --strategy ddp --train.accumulation 2": {"all_reduce": 1.0},
     # The all-reduce spans all four ranks, the broadcasts two.
     "--mesh data=2,fsdp=2 --strategy zero1": {"all_reduce": 2 * 3 / 4, "broadcast": 0.5},
-    # One gather for both microbatches, a scatter for each.
+    # One gather for both microbatches, one scatter each.
     "--mesh 2x1 --strategy zero2 --train.accumulation 2": {"all_gather": 0.5, "reduce_scatter": 1.0},
 }
 DDP, ZERO1, ZERO2 = CASES
-SCALARS = 100  # bytes; the loss, the count of tokens and the norm
+SCALARS = 100  # bytes; above the loss, the token count and the norm
 
 
 @pytest.mark.parametrize("arguments", [DDP, pytest.param(ZERO1, marks=pytest.mark.slow), ZERO2])
@@ -37,7 +37,7 @@ def test_fsdp_gathers_blocks_twice_and_the_rest_once(train: Train) -> None:
     expected = {
         ("all_gather", "fsdp"): 2 * (2 * (size - rest) + rest) / 2,
         ("reduce_scatter", "fsdp"): 2 * size / 2,
-        ("all_reduce", "data"): size / 2,  # the pieces, once a step
+        ("all_reduce", "data"): size / 2,  # shards, once a step
     }
     assert sent == pytest.approx(expected, rel=1e-3)
 
@@ -45,20 +45,20 @@ def test_fsdp_gathers_blocks_twice_and_the_rest_once(train: Train) -> None:
 def test_activations_cross_the_tensor_axis_in_bfloat16(train: Train) -> None:
     collectives = train("--mesh 1x2 --precision bf16").summary["collectives"]
     found = {c["dtype"]: c for c in collectives if c["axis"] == "tensor"}
-    layers, activation = 2, 8 * 16 * 32 * 2  # B·T·D in bytes, which an all-reduce over two devices sends once
-    assert found["bfloat16"]["count"] == 4 * layers + 2 + 2 * layers  # and the gradients of the query and key norms
+    layers, activation = 2, 8 * 16 * 32 * 2  # B·T·D in bytes; an all-reduce over two devices sends it once
+    assert found["bfloat16"]["count"] == 4 * layers + 2 + 2 * layers  # plus the gradients of the query and key norms
     assert found["bfloat16"]["bytes"] == pytest.approx((4 * layers + 2) * activation, rel=1e-2)
     assert found["float32"]["bytes"] < activation  # the loss, a few numbers a token
 
 
-def test_a_collective_that_is_not_known_is_refused() -> None:
+def test_an_unknown_collective_is_refused() -> None:
     unknown = "from torch_ref.accounting import traffic\ntraffic.KINDS.pop('_allgather_base_')"
     result = command("--mesh", "2x1", "--steps", "2", "--model.vocab", "256", before=unknown)
     assert result.returncode == 1 and "not counted yet" in result.stderr
 
 
-def test_smaller_buckets_are_more_of_them(train: Train) -> None:
-    """The same bytes; `bucket_mb` is DDP's bucket_cap_mb."""
+def test_smaller_buckets_need_more_all_reduces(train: Train) -> None:
+    """`bucket_mb` (DDP's bucket_cap_mb) changes the number of all-reduces, not their bytes."""
     ddp = "--mesh 2x1 --strategy ddp --train.accumulation 2"
     counts, sent = [], []
     for arguments in (ddp, f"{ddp} --parallel.bucket_mb 0.02"):

@@ -1,4 +1,4 @@
-"""bfloat16 costs digits of bfloat16, not more."""
+"""Computing in bfloat16 costs no more than the rounding of bfloat16."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ BOUND = 48**0.5 * UNIT
 
 
 def gradient(embedding: nn.Embedding) -> Tensor:
-    """The gradient of its table from 4096 tokens, three in four of them the same one."""
+    """Gradient of the embedding's table for 4096 tokens, three in four of them the same."""
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 64, (4096,), generator=random)
     tokens[torch.rand(4096, generator=random) < 0.75] = 3
@@ -48,7 +48,7 @@ MODELS = {
 
 
 def gradients(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of every parameter, from 2048 tokens, three in four of them the same one, and weights that bfloat16 can hold."""
+    """Gradients of all parameters for 2048 tokens, three in four the same, at weights exact in bfloat16."""
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 64, (16, 129), generator=random)
     tokens[torch.rand(tokens.shape, generator=random) < 0.75] = 3
@@ -59,7 +59,7 @@ def gradients(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def inaccurate(config: Any) -> set[str]:
-    """The parameters whose gradient in bfloat16 is off by more than BOUND."""
+    """Parameters whose gradient in bfloat16 is off by more than BOUND."""
     exact, rounded = gradients(config, torch.float64), gradients(config, torch.bfloat16)
     # GPT-2's key bias has a true gradient of zero.
     names = [name for name in exact if isinstance(config, Llama) or not name.endswith("k_proj.bias")]
@@ -85,7 +85,7 @@ def scores_error(q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 def test_scores_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A score of 50 rounded to bfloat16 would be off by up to 0.1, and its probability by as much of itself."""
+    """A score of 50 rounded to bfloat16 is off by up to 0.1, and its probability relatively as much."""
     q, k, v = ((3 * torch.randn(2, 16, 4, 32, generator=torch.Generator().manual_seed(i))).bfloat16() for i in range(3))
     assert scores_error(q, k, v) <= 2 * UNIT
     monkeypatch.setattr("torch_ref.families.layers.at_least_f32", lambda x: x)

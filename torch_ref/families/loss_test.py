@@ -1,4 +1,4 @@
-"""The loss in chunks is the loss, and its gradients are as accurate."""
+"""The loss in chunks equals the loss at once, with gradients as accurate."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from jaxdist.data import IGNORED
 from jaxdist.families.llama.config import Llama
 from torch_ref.families.loss import chunked, cross_entropy, cross_entropy_of_chunks
 
-UNIT = 2.0**-8  # of bfloat16, relative
+UNIT = 2.0**-8  # bfloat16's relative rounding
 B, T, D, V = 4, 64, 24, 96
 MODEL = Llama(vocab=V)
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, a head's weight and targets, of which some are ignored; what bfloat16 can hold."""
+    """x, a head's weight and targets, some ignored; representable in bfloat16."""
     random = torch.Generator().manual_seed(0)
     x_BTD, weight_VD = (torch.randn(*shape, generator=random).bfloat16().to(dtype) for shape in ((B, T, D), (V, D)))
     targets_BT = torch.randint(0, V, (B, T), generator=random)
@@ -24,7 +24,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def graded(dtype: torch.dtype, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its gradients with respect to x and the weight; at once where there is one chunk."""
+    """The loss and its gradients with respect to x and the weight; computed at once where `chunks` is 1."""
     x_BTD, weight_VD, targets_BT = inputs(dtype)
     if chunks == 1:
         loss = cross_entropy(functional.linear(x_BTD, weight_VD), targets_BT)
@@ -34,14 +34,14 @@ def graded(dtype: torch.dtype, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     return loss.detach(), x_bar, weight_bar
 
 
-@pytest.mark.parametrize("chunks", [2, 7, B * T])  # even, filled up, and of one token each
+@pytest.mark.parametrize("chunks", [2, 7, B * T])  # even, padded, and one token each
 def test_chunks_are_the_whole(chunks: int) -> None:
     for found, right in zip(graded(torch.float64, chunks), graded(torch.float64, 1), strict=True):
         assert float((found - right).norm() / right.norm()) < 1e-14
 
 
 def test_the_head_s_gradient_is_not_added_up_in_low_precision() -> None:
-    """In bfloat16 as accurate in chunks as at once, however many there are; a sum in bfloat16 is not."""
+    """In bfloat16 any number of chunks is as accurate as one; a sum in bfloat16 is not."""
     exact = graded(torch.float64, 1)[2]
 
     def error(gradient: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What a row of torch's side says of tensor parallelism and blocks, and what is refused."""
+"""A row of torch's registry gives tensor parallel styles and blocks; wrong rows are refused."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {"layers": 2, "dim": 8, "heads": 2, "hidden": 8, "vocab"
 
 
 class Odd(nn.Module):
-    """Blocks whose modules have names of their own."""
+    """A model whose blocks have module names of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Odd(nn.Module):
 
 @pytest.fixture
 def odd(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """odd(**pieces): the model of a plugin's family `odd` whose row has these."""
-    len(FAMILIES)  # ours are registered by then
+    """odd(**fields): the model of a plugin's family `odd`, registered with these fields."""
+    len(FAMILIES)  # loads the built-in families
 
     def made(**pieces: Any) -> nn.Module:
         monkeypatch.setitem(FAMILIES._rows, "odd", Family("odd", Odd, **pieces))

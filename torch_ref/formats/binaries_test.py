@@ -1,4 +1,4 @@
-"""Folders with pytorch_model.bin give the tensors that the same folder with safetensors gives."""
+"""A folder with pytorch_model.bin gives the same tensors as with safetensors."""
 
 import json
 import os
@@ -27,7 +27,7 @@ SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
 
 
 def folders(folder: Path, values: dict[str, Any]) -> tuple[Model, Path, Path]:
-    """The model, its folder with safetensors, and a copy that has config.json alone."""
+    """The model, its folder with safetensors, and a copy with config.json alone."""
     model = experiment_for(values, "test").model
     first, second = folder / "safetensors", folder / "binaries"
     for path in (first, second):
@@ -49,7 +49,7 @@ def same(model: Model, first: Path, second: Path) -> None:
 @pytest.mark.parametrize("values", [LLAMA, GPT2])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_one_file(values: dict[str, Any], zipped: bool, tmp_path: Path) -> None:
-    """Of today's format, and of before torch 1.6; a tied head is listed too."""
+    """In today's format and that before torch 1.6; tied heads are stored too."""
     model, first, second = folders(tmp_path, values)
     tensors = load_file(first / "model.safetensors")
     if "lm_head.weight" not in tensors:
@@ -66,14 +66,14 @@ def test_shards(tmp_path: Path) -> None:
         torch.save({name: t for name, t in tensors.items() if places[name] == shard}, second / shard)
     (second / BIN_INDEX).write_text(json.dumps({"weight_map": places}))
     same(model, first, second)
-    moved = places | {"lm_head.weight": SHARDS[places["lm_head.weight"] == SHARDS[0]]}  # to the other shard
+    moved = places | {"lm_head.weight": SHARDS[places["lm_head.weight"] == SHARDS[0]]}  # the shard that lacks it
     (second / BIN_INDEX).write_text(json.dumps({"weight_map": moved}))
     with pytest.raises(ConfigError, match=r"index.json: its weight_map has tensor lm_head.weight in"):
         hf.Weights(second, model)
 
 
 class Payload:
-    """Unpickled, it runs a command."""
+    """Runs a command when unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("should-not-exist",)

@@ -1,4 +1,4 @@
-"""Models and their mapping against transformers, an independent reference, in float32."""
+"""Models and their name mapping against transformers, in float32."""
 
 import json
 import re
@@ -80,11 +80,11 @@ TOKENS = torch.arange(48).reshape(2, 24) * 7 % 64
 
 
 def logits_of_both(case: str, folder: Path) -> tuple[Tensor, Tensor]:
-    """Logits of transformers' model, and of ours with its saved weights."""
+    """Logits of transformers' model and of ours with the weights it saved."""
     config, ours = CASES[case]
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for p in theirs.parameters():  # biases and norms too: at their starting values a mistake would not show
+    for p in theirs.parameters():  # initial biases and norms would hide a mistake
         nn.init.normal_(p, 0.5 if p.ndim == 1 else 0.0, 0.3)
     theirs.save_pretrained(folder)
     weights = hf.Weights(folder, ours)
@@ -165,8 +165,8 @@ def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> Non
     assert torch.equal(hf.Weights(tmp_path, model).read("norm.weight"), right["model.norm.weight"])
 
 
-def test_an_index_is_not_believed(tmp_path: Path) -> None:
-    """One that has tensors in other files than they are in belongs to others."""
+def test_an_index_that_misplaces_tensors_is_refused(tmp_path: Path) -> None:
+    """An index that places tensors in files without them is refused."""
     logits_of_both("qwen2", tmp_path)
     model, right = CASES["qwen2"][1], load_file(tmp_path / SINGLE)
     (tmp_path / SINGLE).unlink()
@@ -192,7 +192,7 @@ def test_an_index_is_not_believed(tmp_path: Path) -> None:
 
 
 def folder_of(folder: Path, case: str, tensors: dict[str, Tensor]) -> hf.Weights:
-    """The weights of a folder with these tensors, whose config.json is right."""
+    """Weights of a folder with these tensors and a right config.json."""
     folder.mkdir(exist_ok=True)
     model = CASES[case][1]
     assert isinstance(model, Llama | GPT2)
@@ -245,8 +245,8 @@ def test_a_tensor_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
-def test_what_is_no_weight(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Quantized, it would be read without its scales."""
+def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Quantized weights are refused: they would be read without their scales."""
     logits_of_both("qwen2", tmp_path)
     tensors = load_file(tmp_path / SINGLE)
     weights = folder_of(tmp_path, "qwen2", tensors | {"model.norm.weight": tensors["model.norm.weight"].to(dtype)})
@@ -261,7 +261,7 @@ def test_a_parameter_under_two_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(), (2,), (1,) * 70])
 def test_a_shape_that_cannot_be_turned_into_ours(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """GPT-2's query, key and value lie in one tensor, whose shape is compared before it is cut in three."""
+    """The shape of GPT-2's fused query, key and value is checked before it is split."""
     name = "transformer.h.0.attn.c_attn.weight"
     logits_of_both("gpt2", tmp_path)
     tensors = load_file(tmp_path / SINGLE) | {name: torch.ones(shape)}

@@ -1,4 +1,4 @@
-"""torch_ref reads the weights of a family from outside by the tables that its row has on jaxdist's side."""
+"""torch_ref reads a plugin family's weights by the tables of its row in jaxdist."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ __all__ = ["registered"]  # a fixture
 def test_weights_under_names_of_its_own(
     registered: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "llama" in FAMILIES  # ours are there before the copy
+    assert "llama" in FAMILIES  # loads the built-in families before the copy
     for name in ("_rows", "_owners"):
         monkeypatch.setattr(FAMILIES, name, dict(getattr(FAMILIES, name)))
     registered(tables=TABLES, huggingface=HUGGINGFACE)

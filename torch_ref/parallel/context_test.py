@@ -1,4 +1,4 @@
-"""torch's own context parallelism. Its ring needs a GPU, which all ranks share here, over gloo."""
+"""torch's context parallelism. Its ring needs a GPU, which all ranks share here over gloo."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from torch_ref.parallel import context
 
 
 class Mesh:
-    """An axis, seen by one of its ranks."""
+    """A mesh axis, as one of its ranks sees it."""
 
     def __init__(self, rank: int, ranks: int):
         self.rank, self.ranks = rank, ranks
@@ -35,7 +35,7 @@ def test_order_is_that_of_torch_and_rows_are_a_ranks_own() -> None:
     assert (torch.cat(rows).numpy() == 10 * order).all()
 
 
-# NCCL wants a GPU for each rank, and gloo gathers and exchanges on CPUs alone.
+# NCCL needs a GPU per rank, and gloo gathers and exchanges on CPUs alone.
 ON_ONE_GPU = """
 import torch
 import torch.distributed as dist
@@ -59,8 +59,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's ri
 
 
 def off(run: Run, exact: Run) -> dict[str, float]:
-    """By tensor of the record of step 1, the relative distance by norms; not of the weights that Adam makes in it, of
-    which the sign of a gradient near zero decides."""
+    """Relative distance of each tensor in the record of step 1, except weights: Adam's first step depends on the sign
+    of gradients near zero."""
     ours, theirs = (read_record(each.folder / "record" / "1.safetensors") for each in (run, exact))
     assert ours.keys() == theirs.keys()
     names = [name for name in ours if not name.startswith("weights/")]
@@ -78,7 +78,7 @@ def test_a_ring_loses_what_one_device_does(train: Train, mesh: str, precision: s
 
 
 @needs_gpu
-def test_times_in_another_order_than_the_ring_has_them_are_seen(train: Train) -> None:
+def test_times_in_another_order_than_the_ring_are_found(train: Train) -> None:
     exact = train(f"{RECORDED} --mesh 1x1")
     lost = off(train(f"{RECORDED} --mesh context=2 --precision bf16", before=ON_ONE_GPU + IN_OTHER_TIMES), exact)
     assert lost["batch/tokens"] == 0 and lost["activation/layers.0.attention.attended"] > 0.1
@@ -90,6 +90,6 @@ def test_a_ring_sends_its_closed_form(train: Train, remat: str) -> None:
     arguments = f"--device gpu --mesh context=2 --strategy ddp --precision bf16 --memory.remat {remat}"
     collectives = train(arguments, before=ON_ONE_GPU).summary["collectives"]
     found = {c["op"]: (c["count"], c["bytes"]) for c in collectives if c["op"] in ("all_gather", "all_to_all")}
-    layers, keys = 2, 8 * 16 * 2 * 2 * 8 * 2  # B·T, keys and values of 2 heads of 8 numbers, in bytes
+    layers, keys = 2, 8 * 16 * 2 * 2 * 8 * 2  # B·T, keys and values of 2 heads with 8 numbers, in bytes
     gathers = layers * (3 if remat == "full" else 2)
     assert found == {"all_gather": (gathers, gathers * keys / 2), "all_to_all": (2 * layers, 2 * layers * keys / 2 * 2)}

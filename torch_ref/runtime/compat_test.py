@@ -1,5 +1,5 @@
-"""Each private name of torch that the code relies on is there. That they are in one module a package is tested by
-`parity_tests/private_names_test.py`."""
+"""The private names of torch that the code uses exist. `parity_tests/private_names_test.py` checks that only `compat`
+modules use them."""
 
 import inspect
 from importlib import import_module
@@ -37,7 +37,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_private_names_are_there(module: str) -> None:
+def test_private_names_exist(module: str) -> None:
     for name in NAMES[module]:
         found = import_module(module)
         for part in name.split("."):
@@ -46,7 +46,7 @@ def test_private_names_are_there(module: str) -> None:
 
 
 def test_fsdp_reports_its_offload_policy() -> None:
-    """By an attribute of its state: a property, or set by each instance."""
+    """By an attribute of its state: a property, or set on each instance."""
     assert "_fsdp_param_group" in inspect.getsource(FSDPState)
 
 

@@ -1,4 +1,4 @@
-"""The fixes that messages on torch's ranks give are followed literally, until the ranks start."""
+"""Following the fixes in messages about torch's ranks literally lets the ranks start."""
 
 import re
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from jaxdist.conftest import free_port
 from torch_ref.runtime import launch
 
 RANKS = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-LAUNCHER = RANKS | {"LOCAL_RANK": "0"}  # all that a launcher sets
+LAUNCHER = RANKS | {"LOCAL_RANK": "0"}  # all variables that a launcher sets
 SIX = {"mesh": "data=6", "strategy": "ddp"}
 Environment = Mapping[str, str]
 
 
 def refusal(environment: Environment, parallel: Mapping[str, str], device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The message that a rank gets, on a machine of two GPUs; empty if there is a plan."""
+    """The message that a rank gets on a machine with two GPUs; empty if it gets a plan."""
     with monkeypatch.context() as here:
         here.setattr(torch.cuda, "device_count", lambda: 0 if "no GPU" in environment else 2)
         for name in LAUNCHER:
@@ -54,7 +54,7 @@ def test_ranks_that_a_mesh_cannot_have(
 ) -> None:
     message = refusal(environment, parallel, device, monkeypatch)
     problem, _, fix = message.rpartition("; ")
-    ways = [way for way in fix.split(" or ") if "CUDA" not in way]  # another machine
+    ways = [way for way in fix.split(" or ") if "CUDA" not in way]  # a fix on another machine
     followed = [refusal(*taken(way, problem, environment, parallel, device), monkeypatch) for way in ways]
     assert "" in followed and message not in followed, followed
 
@@ -62,13 +62,13 @@ def test_ranks_that_a_mesh_cannot_have(
 def taken(
     way: str, problem: str, environment: Environment, parallel: Mapping[str, str], device: str
 ) -> tuple[Environment, Mapping[str, str], str]:
-    """Environment, parallel section and device after one way out of a problem."""
+    """Environment, parallel section and device after following one fix."""
     if number := re.fullmatch(r"start (\d+)", way):
         return {**environment, "WORLD_SIZE": number[1], "LOCAL_WORLD_SIZE": number[1]}, parallel, device
     if way.startswith("unset it"):
         variable = problem.partition(" = ")[0]
         return {name: value for name, value in environment.items() if name != variable}, parallel, device
-    if way.startswith("let the launcher set"):  # the variables that the message names
+    if way.startswith("let the launcher set"):  # those that the message names
         return (
             {**environment, **{name: LAUNCHER[name] for name in LAUNCHER if name in re.findall(r"\w+", problem)}},
             parallel,
@@ -96,7 +96,7 @@ def test_ranks_that_have_no_address_get_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_fix_is_followed() -> None:
-    """A message that gives a new one has to be followed here."""
+    """Each fix in the source is among those that the tests above follow."""
     known = [
         *("start 6", "let the launcher set both", "use --mesh fsdp=2 or --device cpu"),
         "use --device cpu, or a build of torch with CUDA",

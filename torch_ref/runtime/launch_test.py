@@ -1,4 +1,4 @@
-"""How ranks that do not continue end the others."""
+"""Ranks that cannot continue end the others."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_a_rank_that_is_stopped_ends_the_others_with_one_line() -> None:
 
 
 def test_a_rank_that_is_not_stopped_is_left_alone() -> None:
-    """It sleeps for longer than one may be stopped."""
+    """A rank may sleep longer than the limit for stopped ranks."""
     assert run(STOPPED.replace("signal.SIGSTOP", "0").replace("120", "4")).returncode == 0
 
 
@@ -69,7 +69,7 @@ exit_codes(main)
 """
 
 
-# Forks ranks once torch is imported, which takes seconds. Prints their exit codes, of a stopped one null.
+# Forks ranks once torch is imported, which takes seconds. Prints their exit codes; null for a stopped one.
 FORKS = """
 import json, os, signal, sys
 from torch_ref.runtime import launch
@@ -95,7 +95,7 @@ print(json.dumps(codes))
 def ranks(
     script: str, count: int, folder: Path, stopped: int | None = None
 ) -> tuple[list[int | None], list[list[str]]]:
-    """Exit code of each rank, as another launcher starts them, and the lines that it writes to stderr."""
+    """Exit codes and stderr lines of ranks started by another launcher."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
@@ -106,17 +106,17 @@ def ranks(
 
 
 def test_a_stopped_rank_ends_those_that_another_launcher_started(tmp_path: Path) -> None:
-    """They wait for it in a collective; each ends with 1, and the first of them says why, in one line."""
-    codes, told = ranks(JOINED, 3, tmp_path, stopped=0)
+    """The others wait in a collective; each ends with 1, and the first reports the cause in one line."""
+    codes, outputs = ranks(JOINED, 3, tmp_path, stopped=0)
     assert codes == [None, 1, 1]
-    assert [lines[-1:] for lines in told[1:]] == [
+    assert [lines[-1:] for lines in outputs[1:]] == [
         [
             "error: rank 0 has been stopped for 2 s, as by SIGSTOP; the run ends, and --resume continues from its "
             "newest checkpoint"
         ],
         [],
     ]
-    assert not any("Traceback" in line or "terminate" in line for lines in told for line in lines)
+    assert not any("Traceback" in line or "terminate" in line for lines in outputs for line in lines)
 
 
 PEER = "[gloo/transport/tcp/pair.cc:553] {} [127.0.0.1]:1958. This is typically caused by a remote worker crashing."
@@ -129,12 +129,12 @@ SILENT = ["[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms
 def test_a_collective_that_lost_a_rank_is_reported_in_one_line(
     rank: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the first and the second where there is no store to ask, as the first may be the one that is gone."""
-    what = "which does not answer: it hangs" if text in SILENT else "which is gone"
-    says = f"rank {rank} waited in a collective for another rank, {what}"
+    """Without a store to ask, ranks 0 and 1 report it, as rank 0 may be the lost one."""
+    state = "which does not answer: it hangs" if text in SILENT else "which is gone"
+    message = f"rank {rank} waited in a collective for another rank, {state}"
     with pytest.raises(SystemExit) as ended, launch.without_the_others(rank, of_start=False):
         raise RuntimeError(text)
-    assert ended.value.code == 1 and capsys.readouterr().err.count(f"error: {says}") == (rank < 2)
+    assert ended.value.code == 1 and capsys.readouterr().err.count(f"error: {message}") == (rank < 2)
 
 
 @pytest.mark.parametrize("text", LOST)
@@ -158,16 +158,16 @@ SLOW = [pytest.param(count, killed, marks=pytest.mark.slow) for count, killed in
 
 @pytest.mark.parametrize(("count", "killed"), [(3, 0), *SLOW])
 def test_a_killed_rank_ends_those_that_another_launcher_started(count: int, killed: int, tmp_path: Path) -> None:
-    """With one line, whichever of them says it."""
+    """One line, from any of the survivors."""
     script = JOINED.replace("3}", f"{count}}}").replace('== "0"', f'== "{killed}"').replace("SIGSTOP", "SIGKILL")
-    codes, said = ranks(script, count, tmp_path)
+    codes, outputs = ranks(script, count, tmp_path)
     assert codes == [-signal.SIGKILL if rank == killed else 1 for rank in range(count)]
-    (line,) = (line for lines in said for line in lines if line.startswith("error: "))
+    (line,) = (line for lines in outputs for line in lines if line.startswith("error: "))
     assert line.endswith(
         "waited in a collective for another rank, which is gone; the run ends, and --resume continues from its newest "
         "checkpoint"
     )
-    assert not any("Traceback" in line for lines in said for line in lines)
+    assert not any("Traceback" in line for lines in outputs for line in lines)
 
 
 @pytest.mark.parametrize("code", [0, 2])
@@ -176,7 +176,7 @@ def test_a_rank_of_a_launcher_ends_before_python_is_finalized(code: int, monkeyp
     monkeypatch.setattr(os, "_exit", ended.append)
     with pytest.raises(SystemExit) as own, launch.ended_at_once():
         sys.exit(code)
-    assert own.value.code == code and ended == []  # `start` ends its own
+    assert own.value.code == code and ended == []  # `start` ends its own ranks
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(SystemExit), launch.ended_at_once():
@@ -197,9 +197,9 @@ def test_ranks_that_cannot_meet_say_so_in_one_line(taken: bool, monkeypatch: pyt
         for name, value in address.items():
             monkeypatch.setenv(name, value)
         where = f"127.0.0.1:{port}: " if taken else "(MASTER_ADDR is not set):(MASTER_PORT is not set): "
-        with pytest.raises(ConfigError) as told, launch.process_group(launch.Plan({"fsdp": 2}, "cpu")):
+        with pytest.raises(ConfigError) as error, launch.process_group(launch.Plan({"fsdp": 2}, "cpu")):
             pass
-    (line,) = str(told.value).splitlines()
+    (line,) = str(error.value).splitlines()
     assert line.startswith(f"rank 0 cannot meet the others at MASTER_ADDR:MASTER_PORT = {where}")
     assert line.endswith("start all ranks, and give each the address of the first, with a port that is free there")
 

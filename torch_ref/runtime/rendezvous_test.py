@@ -1,4 +1,4 @@
-"""Variables of a launcher that are wrong on one rank, or on all: one message, and every rank ends with 2."""
+"""Wrong launcher variables on one rank or all give one message, and every rank ends with 2."""
 
 import os
 import sys
@@ -15,12 +15,12 @@ from torch_ref.runtime import launch, rendezvous
 pytestmark = pytest.mark.long
 
 ALL = (0, 1, 2)
-FORKS = get_context("forkserver")  # of a process that has imported torch and not JAX, whose threads a fork warns of
+FORKS = get_context("forkserver")  # its server imports torch but not JAX, whose threads make forks warn
 FORKS.set_forkserver_preload([__name__])
 
 
 def rank(environment: Mapping[str, str], output: Path) -> None:
-    """One rank, until it has met the others."""
+    """Run one rank until it has met the others."""
     sys.stdout = sys.stderr = output.open("w", buffering=1)
     os.environ |= environment
     rendezvous.LATER = 2
@@ -36,7 +36,8 @@ def rank(environment: Mapping[str, str], output: Path) -> None:
 
 
 def ended(changed: tuple[int, ...], variables: dict[str, str], folder: Path) -> tuple[list[int | None], list[str]]:
-    """Exit codes and output of three ranks of a launcher that ends nobody, of which some have other variables."""
+    """Exit codes and output lines of three ranks, `changed` of which have other variables, under a launcher that ends
+    no rank."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     ranks = []
     for number in ALL:

@@ -1,4 +1,4 @@
-"""`train.compile`: a model that torch.compile has made has the numbers of an eager one, and stays compiled."""
+"""`train.compile`: a compiled model computes what an eager one does, and stays compiled."""
 
 import pytest
 
@@ -7,10 +7,10 @@ from torch_ref.conftest import Train, command, distance
 pytestmark = pytest.mark.long
 
 ONE = "--mesh 1x1"
-CHUNKS = "--memory.loss_chunks 3"  # the last of which is filled up
-# torch's compiler is built on parts of torch that torch warns of.
+CHUNKS = "--memory.loss_chunks 3"  # the last is padded
+# torch's compiler uses parts of torch that emit deprecation warnings.
 COMPILING = "import warnings\nwarnings.simplefilter('default')\n"
-# Ends the last step with an error unless a compiled graph ran in it.
+# Fails the last step unless a compiled graph ran in it.
 STAYS = """
 import torch
 from torch_ref import train
@@ -50,7 +50,7 @@ def test_a_compiled_model_stays_compiled_and_has_the_numbers_of_an_eager_one(tra
     compiled = train(f"{line} --train.compile true", before=COMPILING + STAYS)
     curves, states = distance(compiled, train(ONE))
     assert curves < 1e-12 and states < 1e-10
-    with pytest.raises(AssertionError, match="compiles"):  # it is asked for
+    with pytest.raises(AssertionError, match="compiles"):  # the compiler is called
         train(f"{line} --train.compile true", before=COMPILING + UNCOMPILED)
 
 
@@ -61,7 +61,7 @@ def test_a_model_that_does_not_stay_compiled_is_seen(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "environment", "says"),
+    ("line", "environment", "message"),
     [
         (["--mesh", "1x2"], {}, "train.compile = true with the mesh axis tensor = 2"),
         (["--mesh", "pipeline=2", "--train.accumulation", "2"], {}, "with the mesh axis pipeline = 2"),
@@ -73,6 +73,6 @@ def test_a_model_that_does_not_stay_compiled_is_seen(train: Train) -> None:
         ),
     ],
 )
-def test_where_nothing_can_be_compiled(line: list[str], environment: dict[str, str], says: str) -> None:
+def test_where_nothing_can_be_compiled(line: list[str], environment: dict[str, str], message: str) -> None:
     result = command(*line, "--train.compile", "true", "--device", "cpu", **environment)
-    assert result.returncode == 2 and result.stderr.count("error: ") == 1 and says in result.stderr
+    assert result.returncode == 2 and result.stderr.count("error: ") == 1 and message in result.stderr

@@ -1,4 +1,4 @@
-"""What must not change a step of torch alone, for every family: more padding, other rows, other microbatches.
+"""Transformations that must not change a step of torch, for every family.
 
 A proof against JAX cannot see a mistake that both sides share; these tests hold one side against itself. Neither side
 packs documents with positions of their own: that a document is indifferent to its neighbours is tested on padded ones.
@@ -54,8 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 DECODERS = [family for family in FAMILIES if family != "resnet"]
 
-# Rounding: each number is a chain of sums, at most 10 of a block and 4 of the loss forward and as many backward, and a
-# sum of n numbers in another order differs by at most n epsilons. The longest is over fewer than 256.
+# Rounding: each number is a chain of sums, at most 10 per block and 4 for the loss forward and as many backward, and a
+# sum of n numbers in another order differs by at most n epsilons. The longest has fewer than 256 terms.
 BOUND = torch.finfo(torch.float64).eps * 256 * 2 * (10 + 4)
 
 Tensors = dict[str, Tensor]
@@ -76,7 +76,7 @@ MESH: list[DeviceMesh] = []
 
 @dataclass(frozen=True)
 class Case:
-    """A step to be taken: a batch, the sections of its experiment, and starting weights by name."""
+    """A step to take: a batch, the sections of its experiment, and starting weights by name."""
 
     batch: Rows
     sections: dict[str, Any]
@@ -85,7 +85,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step makes: loss, gradients, and weights after an update."""
+    """Result of a step: loss, gradients, and weights after an update."""
 
     loss: float
     gradients: Tensors
@@ -93,7 +93,7 @@ class Step:
 
 
 def experiment_of(sections: dict[str, Any]) -> Experiment:
-    # As large an eps makes an update no more sensitive than its gradient.
+    # With so large an eps an update is no more sensitive than its gradient.
     optimizer = {"warmup": 0, "learning_rate": 1e-2, "eps": 1e-2}
     values = {"train": {"steps": 1}, "optimizer": optimizer, "precision": {"policy": "fp64"}}
     values["parallel"] = {"mesh": "1x1", "strategy": "ddp"}
@@ -121,7 +121,7 @@ def taken(case: Case) -> Step:
 
 
 def case_of(family: str, **model: Any) -> Case:
-    """A batch of 4 rows, of sequences of 8 times that end in padding but for the first, whose inputs are below 24."""
+    """A batch of 4 sequences of 8 times, all but the first ending in padding, with inputs below 24."""
     random = torch.Generator().manual_seed(0)
     given = FAMILIES[family] | model
     if family == "resnet":
@@ -146,7 +146,7 @@ def case_of(family: str, **model: Any) -> Case:
 
 
 def difference(a: Step, b: Step) -> float:
-    """The largest of loss, gradients and weights, each over the largest number of its kind."""
+    """Largest of the differences of loss, gradients and weights, each relative to its largest number."""
     apart = [abs(a.loss / b.loss - 1)]
     for one, other in ((a.gradients, b.gradients), (a.weights, b.weights)):
         assert one.keys() == other.keys()
@@ -247,7 +247,7 @@ TABLE: dict[Callable[[Case], float], list[str]] = {
     unused_rows: DECODERS,
     renamed_ids: [*FAMILIES],
 }
-BY_ROWS = (microbatches, moved, alone)  # which balance other tokens together
+BY_ROWS = (microbatches, moved, alone)  # the load balance is over other tokens
 
 
 def case_for(transformation: Callable[[Case], float], family: str) -> Case:

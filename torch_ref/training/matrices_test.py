@@ -1,4 +1,4 @@
-"""Adafactor and Muon of whole tensors against torch's own classes."""
+"""Adafactor and Muon on whole tensors against torch's own classes."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def parameters(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def trained(optimizer: torch.optim.Optimizer, steps: int = 10) -> list[Tensor]:
-    """Weights and what was kept of them after some steps with gradients of which some are tiny."""
+    """Weights and optimizer state after some steps whose gradients include tiny ones."""
     generator, found = torch.Generator().manual_seed(1), list[Tensor]()
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     for step in range(steps):
@@ -54,7 +54,7 @@ def test_adafactor_is_torchs(own: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torchs(nesterov: bool, fn: str) -> None:
-    """In bfloat16, as torch's always is, within a rounding a step: it multiplies one matrix at a time."""
+    """In bfloat16, as torch's always computes, to one rounding a step: torch multiplies one matrix at a time."""
     muon: dict[str, Any] = {"momentum": 0.95, "nesterov": nesterov, "ns_steps": 5, "adjust_lr_fn": fn}
     tensors = parameters(torch.float32, *SHAPES.values(), (5,))
     groups = [{"params": tensors[:-1], "use_muon": True}, {"params": tensors[-1:], "use_muon": False}]
@@ -70,11 +70,11 @@ def test_muon_is_torchs(nesterov: bool, fn: str) -> None:
         kept, steps, weights = ours[3 * i + 1], ours[3 * i + 2], ours[3 * i]
         assert steps == 10 and torch.equal(kept, theirs.state[p]["momentum_buffer"])
         factor = (0.2 * max(p.shape) ** 0.5) if fn == "match_rms_adamw" else max(1, p.shape[0] / p.shape[1]) ** 0.5
-        assert (weights - p).abs().max() < 10 * 0.02 * factor * 2**-7  # numbers near 1 are 2^-7 apart
+        assert (weights - p).abs().max() < 10 * 0.02 * factor * 2**-7  # spacing of bfloat16 near 1 is 2^-7
 
 
 def test_orthogonal_in_float64() -> None:
-    """Singular values come near 1, and vectors stay."""
+    """Singular values come near 1; vectors stay unchanged."""
     x = parameters(torch.float64, (2, 6, 3))[0].detach()
     u, _, v = torch.linalg.svd(x, full_matrices=False)
     values = torch.diagonal(u.mT @ orthogonal(x, 5) @ v.mT, dim1=-2, dim2=-1)

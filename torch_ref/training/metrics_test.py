@@ -1,4 +1,4 @@
-"""What a run reports of itself, where no run on this machine would show it."""
+"""Reported metrics that no run on a test machine shows."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ EXPERIMENT = Experiment()
 
 
 def mfu(kind: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda", policy: str = "bf16") -> float | None:
-    """Of two devices of one kind that process a million tokens a second."""
+    """MFU on two devices of one kind that process a million tokens a second."""
     experiment = Experiment.parse({"precision": {"policy": policy}}, "test")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: kind)
     mesh: Any = SimpleNamespace(device_type=device, size=lambda: 2)

@@ -1,4 +1,4 @@
-"""What FSDP2 and checkpoints keep on the host trains as what is on the device does, to the bit; the rest is refused."""
+"""Offloading by FSDP2 and checkpoints trains the same to the bit; unsupported offloading is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ optim.local = lambda tensor: local(tensor).clone() if tensor.requires_grad else 
 
 @pytest.mark.slow
 def test_planted_mistakes_are_seen(train: Train) -> None:
-    """The policy is left out; the optimizer updates copies of the weights, as of those that were pinned after it."""
+    """Planted: the policy is missing; the optimizer updates copies of the weights instead of the pinned ones."""
     assert train(f"--mesh 2x1 {ALL}", before=LEFT).summary["memory"]["host"] == 0
     assert distance(train(f"--mesh 2x1 {ALL}", before=COPIES), train("--mesh 2x1"))[0] > 1e-6
 
@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_and_without(train: Train, tmp_path: Path, first: str
         ("activations", "selective", "ddp", "memory.remat = full"),
     ],
 )
-def test_what_torch_has_not_is_refused(offload: str, remat: str, strategy: str, valid: str) -> None:
+def test_unsupported_offloading_is_refused(offload: str, remat: str, strategy: str, valid: str) -> None:
     values = {"memory": {"offload": offload, "remat": remat}, "parallel": {"strategy": strategy}}
     with pytest.raises(ConfigError, match=f"memory.offload = {offload}.*use {valid}$"):
         check_offload(Experiment.parse(values, source="test"))

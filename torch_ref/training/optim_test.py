@@ -10,7 +10,7 @@ from jaxdist.config import Experiment
 from jaxdist.config import Optimizer as Config
 from torch_ref.training.optim import Optimizer, clip, global_norm, learning_rate
 
-ALONE: Any = SimpleNamespace(device_type="cpu")  # of a mesh all that matters without ZeRO-1
+ALONE: Any = SimpleNamespace(device_type="cpu")  # all of a mesh that matters without ZeRO-1
 
 
 def test_the_schedule_by_hand() -> None:
@@ -45,7 +45,7 @@ def test_the_clip_adds_1e_6_to_the_norm() -> None:
     norm = clip(parameters, 1.0).item()
     clipped = math.sqrt(sum(float(p.grad.pow(2).sum()) for p in parameters if p.grad is not None))
     assert clipped == pytest.approx(norm / (norm + 1e-6), rel=1e-14)
-    assert clipped != pytest.approx(1.0, rel=1e-8)  # what optax's formula gives
+    assert clipped != pytest.approx(1.0, rel=1e-8)  # optax's formula gives 1
 
 
 def test_no_clip_leaves_gradients_and_still_measures() -> None:
@@ -55,7 +55,7 @@ def test_no_clip_leaves_gradients_and_still_measures() -> None:
 
 
 def test_squares_of_bfloat16_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradient = torch.full((1000,), 1.0078125, dtype=torch.bfloat16)  # its square takes twice the digits
+    gradient = torch.full((1000,), 1.0078125, dtype=torch.bfloat16)  # its square needs twice the digits
     exact = pytest.approx(gradient.double().norm().item(), rel=1e-6)
     assert global_norm([gradient]).item() == exact
     monkeypatch.setattr("torch_ref.training.optim.at_least_f32", lambda x: x)

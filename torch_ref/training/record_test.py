@@ -1,5 +1,4 @@
-"""What a record asks of its step, all logits at once where they are recorded, else chunks of them as in any other; and
-what is found where a step is not finite."""
+"""A step that records logits computes them at once, any other in chunks; and a step that is not finite is diagnosed."""
 
 from pathlib import Path
 
@@ -11,22 +10,22 @@ from torch_ref.conftest import command
 
 pytestmark = pytest.mark.long
 
-# Tells the chunks of each microbatch.
-TELLING = """
+# Prints the number of chunks of each microbatch.
+PRINTING = """
 from torch_ref.training import step
 losses = step.losses
-def told(model, rows, chunks):
+def printing(model, rows, chunks):
     print(f"in {chunks} chunks")
     return losses(model, rows, chunks)
-step.losses = told
+step.losses = printing
 """
 LINE = ["--mesh", "1x1", "--device", "cpu", "--model.vocab", "256", "--train.validation_batches", "0", "--steps", "3"]
 
 
 def recorded(folder: Path, tensors: str) -> tuple[list[int], dict[str, np.ndarray]]:
-    """The chunks of each of three steps, and the record of the second."""
+    """Chunks in each of three steps, and the record of the second."""
     line = [*LINE, "--memory.loss_chunks", "3", "--record.steps", "2", "--record.tensors", tensors]
-    done = command(*line, "--output", str(folder / tensors), before=TELLING)
+    done = command(*line, "--output", str(folder / tensors), before=PRINTING)
     assert done.returncode == 0, done.stderr
     chunks = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("in ")]
     return chunks, read_record(folder / tensors / "record" / "2.safetensors")
@@ -41,7 +40,7 @@ def test_a_recorded_step_has_all_logits_where_they_are_recorded_alone(tmp_path: 
         assert np.linalg.norm(found - everything[name]) <= 1e-12 * np.linalg.norm(found), name
 
 
-# The products of the last step's head are too large, and its weights are not.
+# The last step's head overflows, though its weights are finite.
 OVERFLOWING = """
 from torch_ref import train
 from torch_ref.training import record
@@ -59,8 +58,8 @@ train.train_step, record._first = train_step, numbers
 
 
 @pytest.mark.parametrize(("chunks", "tensor"), [(1, "lm_head"), (3, "logits")])
-def test_a_step_that_is_not_finite_is_looked_at_in_the_memory_that_it_takes(chunks: int, tensor: str) -> None:
-    """In as many chunks, and a number is kept of each activation."""
-    done = command(*LINE, "--model.tied", "false", "--memory.loss_chunks", str(chunks), before=TELLING + OVERFLOWING)
+def test_diagnosing_a_step_that_is_not_finite_takes_the_memory_of_the_step(chunks: int, tensor: str) -> None:
+    """The diagnosis uses as many chunks as the step and keeps one number per activation."""
+    done = command(*LINE, "--model.tied", "false", "--memory.loss_chunks", str(chunks), before=PRINTING + OVERFLOWING)
     assert done.returncode == 1 and done.stdout.count(f"in {chunks} chunks") == 4, done.stderr
     assert f"step 3: loss = nan; the first tensor that is not finite is activation {tensor}." in done.stderr
