@@ -1,4 +1,4 @@
-"""Runs are shared by the tests of a session: each (side, model, settings) is trained once."""
+"""Runs shared by the tests of a session: each (side, model, settings) is trained once."""
 
 import json
 import shutil
@@ -24,12 +24,12 @@ from parity_tests.runs.forkserver import TRAIN
 from parity_tests.runs.run import Run, command
 
 STEPS = 20
-FIGURES = "figures"  # the property under which a comparison records what it measured
+FIGURES = "figures"  # the property that holds a comparison's measurements
 Runs = Callable[..., Run]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The table of what the comparisons measured and recorded, in float64 over 20 steps."""
+    """Print the differences that the comparisons recorded, in float64 over 20 steps."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
     rows = [dict(row) for report in reports for key, row in report.user_properties if key == FIGURES]
     if rows:
@@ -43,7 +43,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def run(side: str, path: Path, config: Path, overrides: Mapping[str, Any], *arguments: str) -> Run:
-    """Train one side on the CPU into the folder `path`. Raises AssertionError with its output when it fails."""
+    """Train one side on the CPU into the folder `path`. Raises AssertionError with its output on failure."""
     flags = [text for name, value in overrides.items() for text in (f"--{name}", str(value))]
     line = ["--config", str(config), "--device", "cpu", "--output", str(path), *flags, *arguments]
     done = command(TRAIN[side], *line)
@@ -66,7 +66,7 @@ def experiments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Start(dict[tuple[str, str], Path]):
-    """Starting weights by side and model, those of a model made when a test first asks for one of them."""
+    """Starting weights by side and model; a model's are made when a test first needs them."""
 
     def __init__(self, make: Callable[[str], dict[str, Path]]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Start(dict[tuple[str, str], Path]):
 
 @pytest.fixture(scope="session")
 def start(experiments: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """The starting weights: drawn by the JAX side's seed, carried to torch by the conversion tool."""
+    """Starting weights, drawn by the JAX side's seed and converted for torch."""
     from jaxdist.convert.__main__ import main as convert
 
     def make(name: str) -> dict[str, Path]:
@@ -99,7 +99,7 @@ def runs(
     start: dict[tuple[str, str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Runs:
-    """runs(side, model, **settings) -> Run of 20 steps from the common start; the same settings are run once."""
+    """runs(side, model, **settings) -> Run of 20 steps from the common start, made once per settings."""
     known: dict[Any, Run] = {}
     folder = tmp_path_factory.mktemp("runs")
 
@@ -117,7 +117,7 @@ def runs(
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """mixed(side, model, **settings) -> Run of 20 steps from a common start; the same settings are run once."""
+    """mixed(side, model, **settings) -> Run of 20 steps from a common start, made once per settings."""
     from jaxdist.convert.__main__ import main as convert
 
     folder, known, starts = tmp_path_factory.mktemp("mixed"), dict[Any, Run](), dict[str, Path]()
@@ -143,14 +143,15 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def as_if_on(run: Run, **mesh: int) -> Run:
-    """A run that says of itself that it was made on another mesh."""
+    """A run whose summary names another mesh."""
     changed = Run(run.side, run.path)
     changed.summary["mesh"] = mesh
     return changed
 
 
 def mislabelled(start: Path, copy: Path, wrong: dict[str, Any]) -> Path:
-    """A torch checkpoint that claims another model, for planting what `--init` refuses; itself if nothing is wrong."""
+    """Copy a torch checkpoint and change its model's fields to `wrong`, to plant mistakes that `--init` refuses; the
+    original without any."""
     if not wrong:
         return start
     shutil.copytree(start, copy)
@@ -166,7 +167,7 @@ Collectives = list[dict[str, Any]]
 
 
 def counted(run: Run, change: Callable[[Collectives], Collectives] = lambda sent: sent) -> list[Check]:
-    """The checks of the counts of collectives, after a change of these."""
+    """Checks of collective counts after `change` was applied to the collectives."""
     experiment = run.experiment
     param_specs = models.param_specs(models.build(experiment.model))
     expected = collectives.expected(run.side, experiment, param_specs, run.summary["mesh"])

@@ -1,4 +1,4 @@
-"""Scripts of others find names where they were, and rooms import nothing more for it."""
+"""Users' scripts find the names that moved, and no room imports more for it."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ MOVED = {
     "parity_tests.port": dict.fromkeys(("Port", "torch_shapes"), "parity_tests.port.port"),
     "parity_tests.transformers_train": {"Double": "parity_tests.runs.transformers_train"},
 }
-# The first lines of a loop of others.
+# The first lines of a user's training loop.
 SCRIPT = """
 from jaxdist.config import RunFolder, load
 from jaxdist.data import IGNORED, dataset_of

@@ -1,4 +1,4 @@
-"""Who may import whom: rooms stand on floors, both sides read what is neutral, and nothing that computes is shared."""
+"""Import rules: rooms import lower floors alone, both sides read the neutral rooms, and share nothing that computes."""
 
 import ast
 import json
@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
-# The rooms of each package, from the lowest floor up. A module imports its own room, and rooms on floors below.
-# `.` are the modules at the package's root: its commands.
+# Rooms of each package, from the lowest floor up. A module imports its own room and those on lower floors. `.` are the
+# modules at the package's root: its commands.
 FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "jaxdist": (
         ("config",),
@@ -45,22 +45,22 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "parity_tests": (("runs",), ("expected",), ("proof",), ("report",), ("port", "."), ("validation",), ("examples",)),
 }
-# What of jaxdist both sides read.
+# Rooms of jaxdist that both sides import.
 NEUTRAL = ("config", "runs", "formats", "command_line", "data", "family rows", "family names")
-# Modules of `families` that import no framework are rooms of their own, by the last part of their names.
+# Modules of `families` that import no framework form rooms of their own, by the last part of their names.
 PARTS_OF_FAMILIES = {
     "config": "family rows", "registry": "family rows", "rows": "family rows", "huggingface": "family names"
 }  # fmt: skip
 
 
 def source_files(folder: str) -> list[Path]:
-    """The modules under `folder` that are not tests."""
+    """Modules under `folder` that are not tests."""
     files = sorted((ROOT / folder).rglob("*.py"))
     return [file for file in files if not file.name.endswith("_test.py") and file.name != "conftest.py"]
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes of `tree`, without those that only type checkers execute."""
+    """All nodes of `tree` except those for type checkers only."""
     yield tree
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
@@ -69,7 +69,7 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def imports(file: Path) -> frozenset[str]:
-    """The dotted names that a file imports, at its top or inside a function: modules, and names within them."""
+    """Dotted names of modules, and names within them, that a file imports at its top or inside a function."""
     found = set()
     for node in statements(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -80,12 +80,12 @@ def imports(file: Path) -> frozenset[str]:
 
 
 def packages(file: Path) -> set[str]:
-    """The top-level packages that a file imports."""
+    """Top-level packages that a file imports."""
     return {name.partition(".")[0] for name in imports(file)}
 
 
 def room_of(name: str) -> str:
-    """The room of a dotted name: `config` of `jaxdist.config.model`, `.` of `jaxdist.train`, `family rows` of
+    """Room of a dotted name: `config` of `jaxdist.config.model`, `.` of `jaxdist.train`, `family rows` of
     `jaxdist.families.llama.config`."""
     package, _, rest = name.partition(".")
     room = rest.partition(".")[0]
@@ -95,12 +95,12 @@ def room_of(name: str) -> str:
 
 
 def dotted(file: Path) -> str:
-    """The name by which a module is imported, with `__init__` as its last part where it is a package's own."""
+    """Module name of a file; ends in `__init__` for a package."""
     return ".".join(file.relative_to(ROOT).with_suffix("").parts)
 
 
 def rooms_imported(file: Path, package: str) -> set[str]:
-    """The rooms of `package` that a file imports; not the package itself, which holds the version."""
+    """Rooms of `package` that a file imports, without the package's own version."""
     inside = (name for name in imports(file) if name.startswith(f"{package}."))
     return {room_of(name) for name in inside} - ({"."} if f"{package}.__version__" in imports(file) else set())
 
@@ -115,7 +115,7 @@ def test_a_room_imports_rooms_on_lower_floors_alone(package: str) -> None:
 
 
 def modules() -> dict[str, set[str]]:
-    """Each module of the three packages -> the modules of theirs that it imports, at its top or inside a function."""
+    """Module -> modules of the three packages that it imports, at its top or inside a function."""
     files = {file: dotted(file) for p in FLOORS for file in source_files(p)}
     names = {file: name.removesuffix(".__init__") for file, name in files.items()}
     known = set(names.values())
@@ -145,13 +145,13 @@ def test_torch_ref_imports_neutral_rooms_alone() -> None:
         assert rooms_imported(file, "jaxdist") <= set(NEUTRAL), file
 
 
-# In convert/: what reads and writes torch's own files.
+# Modules of convert/ that read and write torch's own files.
 TORCH_FILES = {
     *("torch_files.py", "torch_leaves.py", "torch_own.py", "torch_parts.py", "torch_records.py", "torch_zip.py"),
     *("torch_compat.py", "torch_numpy.py", "boxes.py", "dcp_files.py", "assembled.py", "deepspeed_folders.py"),
-    "rules.py",  # optimizers
+    "rules.py",  # applies optimizers
 }
-HF_REFERENCE = "hf_reference.py"  # there too: another implementation's logits, for --verify
+HF_REFERENCE = "hf_reference.py"  # also in convert/: logits of another implementation, for --verify
 
 
 def test_jaxdist_never_imports_torch() -> None:
@@ -163,7 +163,7 @@ def test_jaxdist_never_imports_torch() -> None:
 
 
 def test_comparison_needs_neither() -> None:
-    """It needs numpy alone, and its dtypes of fewer bits."""
+    """Comparison needs numpy alone, with its narrow dtypes."""
     assert packages(ROOT / "parity_tests/runs/compare.py") <= {"collections", "typing", "numpy", "ml_dtypes"}
 
 
@@ -173,12 +173,12 @@ def test_key_mappings_need_neither(name: str) -> None:
 
 
 def test_models_see_no_mesh() -> None:
-    """A family speaks to the mesh by the verbs of `parallel/collectives.py`."""
+    """A family reaches the mesh through the functions of `parallel/collectives.py` alone."""
     for file in source_files("jaxdist/families"):
         assert not imports(file) & {"jaxdist.parallel.mesh", "jax.sharding.Mesh"}, file
 
 
-# Functions of jax.lax that name a mesh axis: they send, or ask where a device is.
+# Functions of jax.lax that take a mesh axis: they communicate, or give a device's index.
 OVER_AXES = {
     *("psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute"),
     *("axis_index", "axis_size", "pcast", "pvary"),
@@ -186,7 +186,7 @@ OVER_AXES = {
 
 
 def called(file: Path) -> set[str]:
-    """The names of the functions that a file calls."""
+    """Names of the functions that a file calls."""
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     functions = [node.func for node in nodes if isinstance(node, ast.Call)]
     return {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
@@ -220,15 +220,15 @@ def test_families_call_no_collective(tmp_path: Path) -> None:
     ids=["neither", "jaxdist", "torch_ref"],
 )
 def test_at_run_time(modules: Mapping[str, set[str]]) -> None:
-    """The modules that are really loaded after each, imported in this order by one process; and training waits for
-    nothing that its first step can do without."""
+    """Importing these in order by one process loads no forbidden module; training imports nothing that its first step
+    does not need."""
     if "torch_ref.train" in modules:
         pytest.importorskip("torch")
     assert loaded(modules) == {}
 
 
 def loaded(modules: Mapping[str, set[str]]) -> dict[str, list[str]]:
-    """Module -> those that it must not load, and that are loaded once it is imported, all by one process."""
+    """Module -> forbidden modules that are loaded after importing it, all in one process."""
     code = (
         "import json, sys\nfrom importlib import import_module\nfound = {}\n"
         "for name, forbidden in json.loads(sys.argv[1]).items():\n"
@@ -264,7 +264,7 @@ FAMILY_CLASSES = {"Llama", "GPT2", "Mixture", "Mixtral", "ResNet"}
 
 
 def classes_asked_for(file: Path) -> set[str]:
-    """Names that a module passes to `isinstance` as classes."""
+    """Class names that a module passes to `isinstance`."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2)
     tests = [call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "isinstance"]

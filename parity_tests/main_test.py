@@ -1,4 +1,4 @@
-"""The command itself: both sides trained, judged and searched, as a user calls it."""
+"""The command as a user calls it: both sides trained, judged and searched."""
 
 import json
 from contextlib import redirect_stdout
@@ -28,7 +28,7 @@ def verdict(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_run_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is known of it but its config: seven runs, and two that sum in another order."""
+    """Only the config is given: seven runs, and two with reordered sums."""
     main([*RUN, "--mesh", "2x1", "--precision", "bf16", "--first", "4", "--output", str(tmp_path / "proof")])
     said, found = capsys.readouterr().out, verdict(tmp_path / "proof")
     assert found["verdict"] == "equivalent" and f"run 9 of 9: {SIDES[1]}, reordered" in said
@@ -42,7 +42,7 @@ def test_a_run_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
-    """A proof of a run in which torch's clip is a thousandth wider: its folder, its exit code and what it printed."""
+    """Proof of a run whose clip in torch is 0.1 % wider: its folder, exit code and output."""
     folder, right = tmp_path_factory.mktemp("planted") / "proof", Proof.entry
 
     def entry(self: Proof, side: str) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def test_a_mistake_is_found(planted: tuple[Path, int, str]) -> None:
 
 
 def test_a_browser_draws_the_report_of_a_proof(planted: tuple[Path, int, str], tmp_path: Path) -> None:
-    """Curves of loss and gradient norm, errors of the layers, and memory; on one device there is no traffic to draw."""
+    """Curves of loss and gradient norm, errors of layers, and memory; on one device there is no traffic."""
     page = (planted[0] / "report.html").read_text(encoding="utf-8")
     assert seen(page, tmp_path) == ["4 figures"] * len(WIDTHS)
 

@@ -1,4 +1,5 @@
-"""Private names of other packages are in the `compat` modules alone, where tests name the one that a release drops."""
+"""Private names of other packages occur in `compat` modules alone, where tests report by name one that a release
+drops."""
 
 import ast
 from collections import Counter
@@ -9,11 +10,12 @@ from parity_tests.imports_test import ROOT, source_files
 
 COMPAT = {"jaxdist/runtime/compat.py", "jaxdist/convert/kinds/torch_compat.py", "torch_ref/runtime/compat.py"}
 OURS = {"jaxdist", "torch_ref", "parity_tests"}
-# Of named tuples, os and sys.
+# Private names of named tuples, os and sys.
 PUBLIC = {"_asdict", "_fields", "_field_defaults", "_make", "_replace", "_exit", "_getframe"}
-# Neither of JAX nor of torch.
+# Modules that use private names of neither JAX nor torch.
 OTHERS = {
-    "jaxdist/convert/hf_reference.py": {"_attn_implementation", "_experts_implementation"},  # of transformers' configs
+    # fields of transformers' configs
+    "jaxdist/convert/hf_reference.py": {"_attn_implementation", "_experts_implementation"},
 }
 
 
@@ -22,7 +24,7 @@ def is_private(name: str) -> bool:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """The names that a module defines for itself: functions, variables, and attributes that it sets on `self`."""
+    """Names that a module defines: functions, variables, and attributes set on `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -37,7 +39,7 @@ def is_self(node: ast.AST) -> bool:
 
 
 def private_names(file: Path) -> set[str]:
-    """Private names of others that a module imports, reads from a value or overrides."""
+    """Private names of other packages that a module imports, reads from a value or overrides."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     own, found = Counter(defined(tree)), set[str]()
     for node in ast.walk(tree):
@@ -52,14 +54,14 @@ def private_names(file: Path) -> set[str]:
             if first == "jaxlib" or (first not in OURS and any(map(is_private, parts))):
                 found.add(name)
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_self(node.value):
-            definitions = 2 if ast.unparse(node.value) == "super()" else 1  # one of them overrides
+            definitions = 2 if ast.unparse(node.value) == "super()" else 1  # one of the definitions overrides the name
             if own[node.attr] < definitions and node.attr not in PUBLIC:
                 found.add(node.attr)
     return found
 
 
 def test_private_names_of_others_are_in_compat() -> None:
-    """Planted mistakes alone reach further: they break what is private."""
+    """Planted mistakes are exempt: they replace private functions."""
     for package in sorted(OURS):
         for file in source_files(package):
             name = str(file.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""The closed form of a step's memory against compiled programs and recorded runs, and what its bound catches."""
+"""Closed form of a step's memory against compiled programs and recorded runs, and mistakes beyond its bound."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +21,12 @@ from parity_tests.runs.run import Run
 
 DEFAULT = read_toml(Path(__file__).resolve().parents[2] / "configs/default.toml")
 GPT2 = {"family": "gpt2", "layers": 4, "dim": 128, "heads": 8, "hidden": 512, "vocab": 256, "tied": True}
-# Whose weights dwarf the activations of so few tokens.
+# Weights dwarf the activations of so few tokens.
 WEIGHTS = {"model.layers": 16, "model.dim": 256, "model.head_dim": 32, "model.hidden": 1024, "data.sequence": 8}
 
 
 def experiment(**overrides: Any) -> Experiment:
-    """The default config with fields by `section.field`, on the mesh of `parallel.mesh`."""
+    """The default config with `section.field` keys, on the mesh of `parallel.mesh`."""
     values = {section: dict(fields) for section, fields in DEFAULT.items()}
     for name, value in overrides.items():
         section, _, field = name.partition(".")
@@ -47,7 +47,7 @@ def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:
     return check.holds
 
 
-# Of many more the form itself is compared: `jaxdist/accounting/memory_test.py`.
+# `jaxdist/accounting/memory_test.py` compares the form itself in many more cases.
 CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.remat": "selective"},
     {"parallel.mesh": "2x4", "model.family": "gpt2"},
@@ -69,7 +69,7 @@ def test_what_a_compiled_step_takes(case: dict[str, Any]) -> None:
     assert holds(e, held)
 
 
-# What `python -m torch_ref.train --steps 2` with these fields measured beside parameters and moments, bytes.
+# Bytes measured by `python -m torch_ref.train --steps 2` with these fields, besides parameters and moments.
 MEASURED: list[tuple[dict[str, Any], int]] = [
     ({"parallel.mesh": "1x1"}, 165_069_336),
     ({"parallel.mesh": "2x4"}, 31_881_240),
@@ -95,9 +95,9 @@ def test_what_a_run_of_torch_took(case: dict[str, Any], measured: int) -> None:
     assert sum(scratch(experiment(**case)).peak(TORCH).values()) == pytest.approx(measured, rel=0.1)
 
 
-# Bytes of either side beside parameters and moments on an H200. JAX's are what it compiles for one, by `python -m
-# jaxdist.plan --mesh 1x1 --hardware h200 --compiled` with jax 0.10.2, and 2^25 of cuBLAS, which it lets have those;
-# torch's are measured, `python -m parity_tests --mesh 1x1 --device gpu` with torch 2.11, 2^26 of them cuBLAS's.
+# Bytes of either side on an H200, besides parameters and moments. JAX: compiled by `python -m jaxdist.plan --mesh 1x1
+# --hardware h200 --compiled` with jax 0.10.2, including 2^25 for cuBLAS. torch: measured by `python -m parity_tests
+# --mesh 1x1 --device gpu` with torch 2.11, including 2^26 for cuBLAS.
 ON_A_GPU = {"bf16": (43_057_504 + 2**25, 130_542_948), "fp32": (117_751_648 + 2**25, 206_410_596)}
 
 
@@ -115,7 +115,7 @@ def test_what_a_gpu_took(policy: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["8x1", *slow(["1x1"])])
 def test_kept_weights_are_caught(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From forward to backward: of all blocks, gathered or sliced."""
+    """Weights of all blocks, gathered or sliced, kept from forward to backward."""
     e = experiment(**{"parallel.mesh": mesh}, **WEIGHTS)
     assert holds(e, compile_plan(e).memory)
     monkeypatch.setitem(rematerialization.POLICIES, "none", jax.checkpoint_policies.everything_saveable)
@@ -125,7 +125,7 @@ def test_kept_weights_are_caught(mesh: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", *slow(["selective"])])
 def test_kept_activations_are_caught(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the mode of rematerialization is there to drop."""
+    """Activations that the rematerialization mode should drop."""
     e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode})
     monkeypatch.setitem(rematerialization.POLICIES, mode, rematerialization.POLICIES["none"])
     assert not holds(e, compile_plan(e).memory)
@@ -137,7 +137,7 @@ def test_a_leak_is_caught_on_either_side(side: str) -> None:
     held = {"parameters": 10, "gradients": 10, "optimizer_state": 20, "temporary": 0}
     fits = round(sum(scratch(e).peak(side).values())) + 30
     assert holds(e, held | {"peak": fits}, side)
-    assert not holds(e, held | {"peak": fits + 16 * 4 * 256 * 1024 * 3}, side)  # the MLPs' weights of all blocks
+    assert not holds(e, held | {"peak": fits + 16 * 4 * 256 * 1024 * 3}, side)  # MLP weights of all blocks
 
 
 def test_causes_sum_to_what_was_measured() -> None:

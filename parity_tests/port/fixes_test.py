@@ -1,4 +1,4 @@
-"""The fixes that a port's messages give are followed literally, until its runs can begin."""
+"""Following the fixes in a port's messages literally leads to a port that runs."""
 
 import os
 import re
@@ -65,7 +65,7 @@ def tied() -> nn.Module:
 
 
 def tied_in_jax() -> Fields:
-    """One kernel for both layers, as a user's function may have it."""
+    """One kernel for two layers, as in a user's function."""
     given = square().jax_parameters["params"]
     parameters = {"up": given["Dense_0"], "bias": given["Dense_1"]["bias"]}
     rows = [Row("up.kernel", "0.weight", "transpose"), Row("up.bias", "0.bias"), Row("bias", "2.bias")]
@@ -74,7 +74,7 @@ def tied_in_jax() -> Fields:
     return {"jax_parameters": parameters, "jax_loss": loss, "mapping": KeyMapping(tuple(rows)), "torch_module": tied()}
 
 
-# What is wrong with `square`, the fix in the message, and fields that follow it.
+# Wrong fields of `square`, the fix in the message, and fields that follow it.
 FOLLOWED: list[tuple[Fields, str, Sequence[Fields]]] = [
     ({"torch_step": torch_adamw}, "give both, or neither for `optimizer`", [OWN, {}]),
     ({"optimizer": EMA}, "leave it out", [{"optimizer": Optimizer()}]),
@@ -117,7 +117,7 @@ FOLLOWED: list[tuple[Fields, str, Sequence[Fields]]] = [
     ),
     ({"torch_module": tied()}, "tie them in JAX, or untie them in torch", [tied_in_jax(), {}]),
 ]
-# The same of a model in jaxdist's sharding.
+# The same for a model in jaxdist's sharding.
 SHARDED: list[tuple[Fields, str, Sequence[Fields]]] = [
     ({"jax_loss": LOSS}, "leave out jax_loss, jax_step and torch_step", [{}]),
     (OWN, "leave out jax_loss, jax_step and torch_step", [{}]),
@@ -158,8 +158,7 @@ OTHERS = [
 
 
 def refusal(make: Callable[..., Port], fields: Fields, checked_alone: bool = False) -> str:
-    """The message that a port gets by the end of a first step in torch, or already where it is checked; empty if it
-    gets none."""
+    """Message that a port gives when checked or by the end of a first step in torch; empty without one."""
     try:
         made = make(**fields)
         made.check()
@@ -212,7 +211,7 @@ def test_a_parameter_is_declared() -> None:
 
 @pytest.mark.slow
 def test_more_devices_of_a_cpu() -> None:
-    """In a process of its own: JAX makes them at its start."""
+    """In a new process: JAX creates CPU devices at its start."""
     code = (
         "from jaxdist.config import Parallel; from parity_tests.port.sharded import Sharded; "
         "print(Sharded.mesh(None, Parallel(mesh='4x1')).size)"
@@ -270,7 +269,7 @@ def test_the_folder_of_a_script(
 
 
 def test_every_fix_is_followed() -> None:
-    """A message that gives a new one has to be followed here."""
+    """Each fix in the source is among those that the tests above follow."""
     known = [*OTHERS, *(fix for _, fix, _ in (*FOLLOWED, *SHARDED)), "declare it by jaxdist.families.layers.parameter"]
     modules = [Path(module.__file__ or "") for module in (port, sharded, trainers)]
     assert not [p for p in advice(*modules) if not any(re.fullmatch(p, fix) for fix in known)]

@@ -1,4 +1,4 @@
-"""A port as the end of a script, and what of its parts cannot be proved."""
+"""A script that ends with a port, and parts that cannot be proved."""
 
 import math
 import subprocess
@@ -54,7 +54,7 @@ class TestCommand:
         ],
     )
     def test_bad_input_of_a_script(self, folder: str, said: str, tmp_path: Path) -> None:
-        """No traceback: what does not fit is said by `main`, as a folder is that cannot be made."""
+        """`main` reports wrong fields and an impossible folder without a traceback."""
         script = tmp_path / "port.py"
         script.write_text(
             "import sys\nfrom parity_tests.port.port_test import square\n"
@@ -113,8 +113,8 @@ class TestBadInput:
             port.prove(tmp_path / "port")
 
     @pytest.mark.parametrize("own", [True, False])
-    def test_what_is_drawn(self, tmp_path: Path, own: bool) -> None:
-        """As by a module that was left in train mode, however seldom it drops: it equals nothing, not even itself."""
+    def test_random_numbers_are_refused(self, tmp_path: Path, own: bool) -> None:
+        """Dropout in train mode, however rare, is refused: its result does not equal itself."""
         module = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), nn.Dropout(1e-6)), nn.Linear(6, 6))
         port = square(torch_module=module)
         steps: dict[str, Any] = {
@@ -137,7 +137,7 @@ class TestBadInput:
         assert f"This was raised at {where}." in raised.value.__notes__
 
     def test_a_file_that_the_users_code_lacks(self, tmp_path: Path) -> None:
-        """It is not a full disk of the proof's."""
+        """A file missing from the user's code is not reported as a full disk."""
         port = square(torch_loss=lambda m, b: torch.from_numpy(np.load(tmp_path / "labels.npy")))
         with pytest.raises(ConfigError, match=r"batch 1: .*labels.npy.*; it is raised by the losses or steps"):
             port.prove(tmp_path / "port")

@@ -1,4 +1,4 @@
-"""Models of one's own that compute in float32 whatever they are given: what their proof can still say."""
+"""Users' models that compute in float32 whatever dtype they get, and what their proof can still decide."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 
 
 class Narrow(linen.Module):
-    """Square, whose hidden layer is normalized in float32 whatever it is given, as many models are written."""
+    """Square with its hidden layer normalized in float32 for any input dtype, as in many models."""
 
     scale: float = 1.0
 
@@ -33,7 +33,7 @@ class Narrow(linen.Module):
 
 
 class Wave(linen.Module):
-    """As Narrow, with waves in place of tanh, by which training amplifies any difference."""
+    """Narrow with waves in place of tanh; training amplifies any difference."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ class TorchSine(nn.Module):
 
 
 class TestNarrow:
-    """float32 within the float64 run: said, bounded by float32's noise, and mistakes larger than that still found."""
+    """float32 within the float64 run is reported and bounded by float32's noise; larger mistakes are still found."""
 
     def port(self, scale: float) -> Port:
         model = Narrow(scale)
@@ -66,7 +66,7 @@ class TestNarrow:
         assert written["parting"]["tensor"] == "activation/2"
 
     def test_what_training_amplifies_beyond_float32_is_open(self, tmp_path: Path) -> None:
-        """By then equal runs may be so far apart that a mistake would pass."""
+        """Equal runs may then differ by so much that a mistake would pass."""
         wave = Wave()
         port = square(
             jax_loss=lambda v, b: jnp.mean((wave.apply(v, b["x"]) - b["y"]) ** 2),
@@ -82,7 +82,7 @@ class TestNarrow:
         assert port.narrow == {"torch_loss": ("_to_copy", "float32")}
 
     def test_batches_in_float32_are_not_the_models_doing(self, tmp_path: Path) -> None:
-        """A model that follows the dtype of its side is judged by float64's bounds, whatever batches come in."""
+        """float64's bounds apply to a model that follows its side's dtype, even with float32 batches."""
         port = square()
         batches = [{name: array.astype(np.float32) for name, array in batch.items()} for batch in port.batches]
         verdict, written = proved(replace(port, batches=batches), tmp_path)
@@ -90,7 +90,7 @@ class TestNarrow:
         assert max(check["bound"] for check in written["checks"] if check["level"] == "mathematics") < 1e-8
 
     def test_a_side_that_is_float32_throughout(self, tmp_path: Path) -> None:
-        """Its run in float32 loses nothing against its own in float64, which is no reason to call the other wrong."""
+        """Its float32 run loses nothing against its float64 run, which does not make the other side wrong."""
         model = Square()
 
         def loss(variables: Any, batch: Any) -> jax.Array:
@@ -102,7 +102,7 @@ class TestNarrow:
 
 
 class TorchHalf(nn.Module):
-    """Layers that compute in bfloat16 whatever they are given, as for mixed precision by hand."""
+    """Layers that compute in bfloat16 for any input dtype, as for mixed precision by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class TorchHalf(nn.Module):
 
 
 class TestHalf:
-    """bfloat16 within, on both sides: equal runs differ by more than a mistake may, which decides nothing."""
+    """bfloat16 on both sides: equal runs differ by more than a mistake may, so nothing is decided."""
 
     def port(self, scale: float = 1.0) -> Port:
         random, half = np.random.default_rng(0), jnp.bfloat16
@@ -144,7 +144,7 @@ class TestHalf:
 
 
 class Coarse(torch.autograd.Function):
-    """y = x·Wᵀ, whose gradients are computed in float32 whatever they are given."""
+    """y = x·Wᵀ with gradients computed in float32 for any input dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ class CoarseLinear(nn.Linear):
 
 
 class TestBackward:
-    """float32 in the gradients alone, as rules of one's own have it, is seen too."""
+    """float32 in the gradients alone, as from a user's custom derivative, is found too."""
 
     def port(self) -> Port:
         @jax.custom_vjp
@@ -195,7 +195,7 @@ class TestBackward:
 
 
 class TestOwnSteps:
-    """Steps of one's own whose losses are in float32 whatever they are given, and are not shown."""
+    """User-defined steps with float32 losses that they do not return."""
 
     def port(self, settings: dict[str, Any] | None = None, **mistake: float) -> Port:
         model, settings = Narrow(), settings or {}
@@ -238,7 +238,7 @@ class TestOwnSteps:
     def test_weights_that_hardly_moved_decide_nothing(
         self, settings: dict[str, float], mistake: dict[str, float], tmp_path: Path
     ) -> None:
-        """At such rates the noise of float32 is as large as what these mistakes move."""
+        """At such rates float32's noise is as large as the effect of these mistakes."""
         verdict, _ = proved(self.port(settings, **mistake), tmp_path)
         assert verdict.word != "equivalent"
         right, _ = proved(self.port(settings), tmp_path / "right")

@@ -1,4 +1,4 @@
-"""A user's own model: two that agree are proved equivalent; of one with a mistake in it, the place is found."""
+"""Users' own models: two that agree are proved equivalent, and a mistake is located."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def torch_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def vit(change: Callable[[ViT], None] = lambda _: None, steps: int = 3, **fields: Any) -> Port:
-    """The example's two models, tiny, from random weights throughout; `change` plants a mistake in the JAX one."""
+    """The example's two models, tiny, with random weights throughout; `change` plants a mistake in JAX."""
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
         hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, image_size=8, patch_size=4,
@@ -77,7 +77,7 @@ def proved(port: Port, folder: Path) -> tuple[Verdict, dict[str, Any]]:
 class TestExample:
     @pytest.mark.slow
     def test_a_script_of_thirty_lines(self, tmp_path: Path) -> None:
-        """transformers' ViT against the flax one: mapped without an edit, and equivalent on every level."""
+        """transformers' ViT against the Flax one: mapped without an edit, and equivalent at every level."""
         pytest.importorskip("transformers")
         file = Path(__file__).parents[1] / "examples" / "vit.py"
         assert len(file.read_text().splitlines()) <= 30
@@ -148,7 +148,7 @@ def stopped(model: ViT) -> None:
 
 
 class TestMistakes:
-    """Planted in the JAX model, the mapping or the batches; each is named by the first tensor that it moves."""
+    """Mistakes in the JAX model, the mapping or the batches, each located at the first tensor that it changes."""
 
     @pytest.mark.parametrize(
         ("change", "tensor"),
@@ -168,7 +168,7 @@ class TestMistakes:
 
     @pytest.mark.slow
     def test_swapped_rows(self, tmp_path: Path) -> None:
-        """Query and key have one shape: only values tell that their rows are swapped."""
+        """Query and key have one shape, so only values show that their rows are swapped."""
         port = vit(steps=2)
         swapped = {".query.": ("q_proj", "k_proj"), ".key.": ("k_proj", "q_proj")}
         rows = list(port.keys.rows)
@@ -181,7 +181,7 @@ class TestMistakes:
         assert written["parting"]["tensor"] == "activation/vit.layers.0.attention.o_proj"
 
     def test_at_a_later_step(self, tmp_path: Path) -> None:
-        """Inputs beyond 10 are clipped on one side, and only the fourth batch has such: bisection over the steps."""
+        """One side clips inputs above 10, which only the fourth batch has: bisection finds the step."""
         port = vit(steps=6)
         port.batches[3]["images"][0, 0, 0, 0] = 11.0  # type: ignore[index]
         whole = port.jax_loss
@@ -201,7 +201,7 @@ class TestMistakes:
 
 
 class Square(linen.Module):
-    """A perceptron of square matrices, in which a transposed one fits as well."""
+    """A perceptron with square matrices, so a transposed one has the right shape."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -210,7 +210,7 @@ class Square(linen.Module):
 
 
 class AdamW:
-    """A user's own step in JAX."""
+    """A user's training step in JAX."""
 
     def __init__(self, loss: Any, **settings: float):
         self.loss = loss
@@ -229,7 +229,7 @@ class AdamW:
 
 
 def torch_adamw(module: nn.Module, lr: float = 0.01, weight_decay: float = 0.1) -> Callable[[Any], torch.Tensor]:
-    """A user's own step in torch."""
+    """A user's training step in torch."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=weight_decay)
 
     def step(batch: Any) -> torch.Tensor:
@@ -262,7 +262,7 @@ def square(**fields: Any) -> Port:
 
 
 class TestBytes:
-    """Pixels as bytes, from which 128 is taken: in bytes that leaves their range."""
+    """Pixels as bytes, from which 128 is subtracted: in uint8 that would wrap around."""
 
     def port(self, cast: Any) -> Port:
         random, model = np.random.default_rng(0), Square()
@@ -299,7 +299,7 @@ class TestLinen:
         assert verdict.word == "not_equivalent" and written["parting"]["tensor"] == "activation/2"
 
     def test_what_cannot_be_seen_is_reported(self, tmp_path: Path) -> None:
-        """A layer within a jitted function: its output stays in there, and the rest is compared all the same."""
+        """Outputs within a jitted function cannot be recorded; all else is compared."""
         port = square()
         inner = jax.jit(Square().apply)
         loss = lambda v, b: jnp.mean((inner(v, b["x"]) - b["y"]) ** 2)  # noqa: E731
@@ -312,7 +312,7 @@ class TestLinen:
 
 
 def plain(parameters: Any, batch: Any) -> jax.Array:
-    """The same without modules; what it computes is named by `note`."""
+    """The same without modules; `note` records intermediate values."""
 
     def dense(name: str, x: jax.Array) -> jax.Array:
         return note(name, x @ parameters[name]["kernel"] + parameters[name]["bias"])
@@ -345,7 +345,7 @@ class TestPlain:
 
 
 class Scanned(linen.Module):
-    """Three layers, stacked."""
+    """Three stacked layers."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -369,7 +369,7 @@ class Layers(nn.Module):
 
 class TestScan:
     def test_equivalent(self, tmp_path: Path) -> None:
-        """Stacked parameters find their layers; a bias, a matrix when stacked, decays as little as torch's."""
+        """Stacked parameters are matched to layers; a bias, a matrix when stacked, decays as little as torch's."""
         model = Scanned()
         port = square(
             jax_parameters=model.init(jax.random.key(0), jnp.ones((1, 6))),
@@ -385,7 +385,7 @@ class TestScan:
 
 
 class Separate(nn.Module):
-    """Keys, values, gate and up projections of their own, where openpi's Gemma in JAX has one array for two."""
+    """Separate keys, values, gate and up projections, where openpi's Gemma in JAX has one array for two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ def fused_loss(p: Any, b: Any) -> jax.Array:
 
 
 class TestFused:
-    """What is one array in JAX and two tensors in torch."""
+    """One array in JAX, two tensors in torch."""
 
     def port(self) -> Port:
         random = np.random.default_rng(1)
@@ -444,7 +444,7 @@ def test_batches_that_are_no_arrays(batch: Any, tmp_path: Path) -> None:
 
 
 def test_batches_from_a_generator() -> None:
-    """As a loader is: they are taken once, and kept."""
+    """A generator's batches are taken once and kept."""
     port = square()
     assert len(replace(port, batches=(b for b in port.batches)).batches) == 4  # type: ignore[arg-type]
 
@@ -469,7 +469,7 @@ class TestOwnSteps:
         assert written["not_compared"][3:] == ["gradients", "activations"]
 
     def test_that_cannot_be_traced(self, tmp_path: Path) -> None:
-        """A step may look at its numbers: then what it sends is not counted, and that is said."""
+        """A step that branches on values cannot be traced: its traffic is not counted, and a note says so."""
 
         class Looking(AdamW):
             def step(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
@@ -490,6 +490,6 @@ class TestOwnSteps:
         step = AdamW(port.jax_loss, **mistake)
         verdict, written = proved(replace(port, jax_step=step, torch_step=torch_adamw), tmp_path)
         assert verdict.word == "not_equivalent"
-        # The first step divides m by √v, which b2 leaves alone: it shows in the second.
+        # b2 cancels in the first step, which divides m by √v; it shows in the second.
         assert written["parting"]["step"] == (2 if "b2" in mistake else 1)
         assert written["parting"]["tensor"].startswith("weights/")

@@ -1,4 +1,4 @@
-"""A user's own model in our sharding: all five levels hold on a mesh, and mistakes on the mesh alone are found."""
+"""A user's model in jaxdist's sharding: all five levels hold on a mesh, and mistakes on the mesh alone are found."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def batch(rows: int) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def proved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a proof."""
+    """Folder of a proof."""
     folder = tmp_path_factory.mktemp("sharded")
     verdict = opt().prove(folder)
     assert verdict.word == "equivalent", verdict.failed

@@ -1,4 +1,4 @@
-"""References that are not ours: transformers' models, and the run folder of another loop."""
+"""Proofs against other references: transformers' models, and the run folder of another loop."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def failed(a: Run, b: Run, model: str) -> list[str]:
 
 @pytest.mark.parametrize(("model", "mesh"), [("llama", "fsdp"), pytest.param("gpt2", "ddp", marks=pytest.mark.slow)])
 def test_transformers_trains_the_same(runs: Runs, model: str, mesh: str) -> None:
-    """Their Qwen3 (with a window and Llama 3's rotation) and GPT-2, in float64: as close as our own twin."""
+    """Qwen3 (with a window and Llama 3's rotation) and GPT-2 in float64 agree as closely as our twin."""
     ours = runs(JAX, model, ONE | RECORD)
     theirs = runs("transformers", model, MESHES[mesh] | RECORD | {"train.accumulation": 2})
     assert_same_training(ours, theirs, model)
@@ -58,7 +58,8 @@ def test_transformers_trains_the_same(runs: Runs, model: str, mesh: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), [("mixtral", "hybrid"), ("qwen3_moe", "ddp")])
 def test_a_mixture_of_transformers_trains_the_same(mixed: Runs, model: str, mesh: str) -> None:
-    """Each expert's gradients and moments, the balance being that of the whole batch; another weight of it is seen."""
+    """Experts' gradients and moments, with the balance loss over the whole batch; another weight of that loss is
+    found."""
     ours = mixed(JAX, model, ONE | RECORD | {"model.capacity": 0})
     theirs = mixed("transformers", model, MESHES[mesh] | RECORD | {"model.capacity": 0})
     assert_same_training(ours, theirs, model)
@@ -154,7 +155,7 @@ def begun(folder: Path, policy: str = "fp32") -> tuple[Path, Path]:
 
 
 def looped(config: Path, start: Path, run: Path, example: Path = EXAMPLE) -> Path:
-    """The run folder of the example, or of a script like it."""
+    """Run folder of the example, or of a script like it."""
     command = [sys.executable, str(example), str(config), str(start), str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -259,7 +260,7 @@ def test_a_custom_loop(loop: tuple[Path, Path], tmp_path: Path) -> None:
     assert "gradients of run run: not compared, as it recorded none" in verdict["notes"]
     assert (tmp_path / "proof" / "report.html").stat().st_size > 10_000
 
-    # The same with weights that are a little off at the end, and with a loss that is.
+    # The same run with slightly changed final weights, and with a changed loss.
     def judged(change: Callable[[Path], None]) -> set[str]:
         wrong = tmp_path / change.__name__
         shutil.copytree(run, wrong)
@@ -269,7 +270,7 @@ def test_a_custom_loop(loop: tuple[Path, Path], tmp_path: Path) -> None:
         proof.init = wrong / "start"
         for kind in proof.kinds:
             proof.done[JAX, kind] = Run(JAX, tmp_path / "proof" / "runs" / f"{JAX}-{kind}")
-            if not proof.done[JAX, kind].path.exists():  # on one device the mesh is not a run of its own
+            if not proof.done[JAX, kind].path.exists():  # on one device there is no separate run on the mesh
                 proof.done[JAX, kind] = proof.done[JAX, "one"]
         return {check.name for check in proof.verdict().failed}
 
@@ -285,7 +286,7 @@ def test_a_custom_loop(loop: tuple[Path, Path], tmp_path: Path) -> None:
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def norm(folder: Path) -> None:
-        """Logged after the clip."""
+        """Logs the norm after clipping."""
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         lines = [json.dumps(record | {"grad_norm": min(record["grad_norm"], 0.5)}) for record in records]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -297,7 +298,7 @@ def test_a_custom_loop(loop: tuple[Path, Path], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_eps_that_float32_hides_is_reported(tmp_path: Path) -> None:
-    """1e-6 for 1e-5 beneath activations of a variance of 4: float32 cannot tell, and the sentence says so."""
+    """1e-6 for 1e-5 below activations of variance 4: float32 cannot show it, and the sentence says so."""
     config, start = begun(tmp_path)
     weights = load_file(start / "model.safetensors")
     weights["model.embed_tokens.weight"] *= 20
@@ -317,7 +318,7 @@ def test_an_eps_that_float32_hides_is_reported(tmp_path: Path) -> None:
     ("within", "word"), [("in_dtype(experiment)", "equivalent"), ("nullcontext(torch.float64)", "not_equivalent")]
 )
 def test_a_loop_in_float64(tmp_path: Path, within: str, word: str) -> None:
-    """transformers' norms and rotation ask for float32 by name; README says how they get float64."""
+    """transformers' norms and rotation cast to float32; the README says how to run them in float64."""
     script = EXAMPLE.read_text(encoding="utf-8").replace(
         "import torch\n", "from contextlib import nullcontext\n\nimport torch\n"
     )
@@ -404,7 +405,7 @@ BAD: dict[Callable[[Path], None], str] = {
 def test_a_folder_that_cannot_be_judged(
     loop: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    """Exit 2 with a sentence, and nothing is written."""
+    """Exit 2 with one message, and nothing is written."""
     run, output = tmp_path / "run", tmp_path / "proof"
     shutil.copytree(loop[1], run)
     damage(run)
@@ -427,7 +428,8 @@ def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path)
         main([*line[:4], "--first", "20"])
     with pytest.raises(ConfigError, match=r"--output .*proof is in the run to be proved, .*; give another folder"):
         main([*line[:3], str(run / "proof")])
-    with pytest.raises(ConfigError, match=r"remat_every = 3 does not divide model.layers = 2"):  # of the run, not of 4
+    # names the run's number of layers, not 4
+    with pytest.raises(ConfigError, match=r"remat_every = 3 does not divide model.layers = 2"):
         main([*line[:4], "--memory.remat_every", "3"])
     refused = r"--against .*nowhere: not a run folder, .* give torch, transformers, or a run"
     with pytest.raises(ConfigError, match=refused):
@@ -448,7 +450,7 @@ def test_what_transformers_has_not(tmp_path: Path, more: list[str], says: str) -
 
 
 def test_a_run_folder_by_hand(tmp_path: Path) -> None:
-    """What a loop writes through RunFolder is what the proof reads."""
+    """The proof reads what a loop writes through RunFolder."""
     experiment = Experiment.parse({"train": {"steps": 1}}, source="test")
     folder = RunFolder(tmp_path / "run", experiment)
     folder.create(experiment)

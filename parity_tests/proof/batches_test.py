@@ -1,4 +1,4 @@
-"""The batch that a loss belongs to is identified for every family, and the search stays short."""
+"""The batch behind a loss is identified for every family, and the search stays short."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def made(folder: Path, model: str, steps: int = 20) -> Experiment:
-    """An experiment of two microbatches, on images or on lines of unequal lengths."""
+    """An experiment with two microbatches, on images or on lines of unequal lengths."""
     images, text = folder / "images.npz", folder / "lines.jsonl"
     write_images(images)
     random = np.random.default_rng(0)
@@ -46,8 +46,8 @@ def weights(experiment: Experiment) -> dict[str, np.ndarray]:
     return {name: w.detach().numpy().copy() for name, w in model_tensors(model)}
 
 
-def told(experiment: Experiment, batch: Any, balance: float = 0.0) -> float:
-    """Mean loss of a batch, with so many times the mean balance loss of its two microbatches."""
+def loss_of(experiment: Experiment, batch: Any, balance: float = 0.0) -> float:
+    """Mean loss of a batch, plus `balance` times the mean balance loss of its two microbatches."""
     model = build(experiment.model).double()
     fill(model, lambda name, shape: draw(experiment.model, 0, name, shape))
     total, added = 0.0, 0.0
@@ -88,7 +88,7 @@ FED: dict[str, tuple[Fed, str]] = {
 def test_the_batch_is_identified(tmp_path: Path, model: str, fed: str) -> None:
     experiment = made(tmp_path, model)
     (batch, name), data = FED[fed], dataset_of(experiment)
-    losses = told(experiment, data.batch(2, 8, 0)), told(experiment, batch(data))
+    losses = loss_of(experiment, data.batch(2, 8, 0)), loss_of(experiment, batch(data))
     assert batches.identify(experiment, weights(experiment), 2, losses, 1e-9) == Search(found=name)
 
 
@@ -96,11 +96,11 @@ def test_the_batch_is_identified(tmp_path: Path, model: str, fed: str) -> None:
 def test_a_loss_with_the_balance_loss_is_recognized(tmp_path: Path, model: str) -> None:
     experiment = made(tmp_path, model)
     data, start = dataset_of(experiment), weights(experiment)
-    ours = told(experiment, data.batch(2, 8, 0))
-    with_balance = told(experiment, data.batch(2, 8, 0), balance=1.0)
+    ours = loss_of(experiment, data.batch(2, 8, 0))
+    with_balance = loss_of(experiment, data.batch(2, 8, 0), balance=1.0)
     found = batches.identify(experiment, start, 2, (ours, with_balance), 1e-9)
     assert found == Search(remark="it is the loss of this batch with the balance loss of the experts added", own=True)
-    other = told(experiment, data.batch(4, 8, 0), balance=1.0)
+    other = loss_of(experiment, data.batch(4, 8, 0), balance=1.0)
     assert batches.identify(experiment, start, 2, (ours, other), 1e-9) == Search(found="the batch of step 4")
 
 
@@ -115,14 +115,14 @@ def test_a_loss_with_the_balance_loss_is_recognized(tmp_path: Path, model: str) 
 def test_other_targets_are_recognized(tmp_path: Path, kind: str, name: str) -> None:
     experiment = made(tmp_path, "llama")
     batch = dataset_of(experiment).batch(2, 8, 0)
-    losses = told(experiment, batch), told(experiment, further(batch, kind))
+    losses = loss_of(experiment, batch), loss_of(experiment, further(batch, kind))
     assert batches.identify(experiment, weights(experiment), 2, losses, 1e-9).found == f"the batch with {name}"
 
 
 def test_a_mean_over_padding_is_recognized(tmp_path: Path) -> None:
     experiment = made(tmp_path, "llama")
     batch = dataset_of(experiment).batch(2, 8, 0)
-    loss = told(experiment, batch)
+    loss = loss_of(experiment, batch)
     counted = loss * (batch[1] != IGNORED).sum() / batch[1].size
     found = batches.identify(experiment, weights(experiment), 2, (loss, counted), 1e-9)
     assert found == Search(
@@ -135,11 +135,11 @@ def test_a_mean_over_padding_is_recognized(tmp_path: Path) -> None:
     [("gpt2", "model.gelu = exact"), ("llama", "model.norm_eps = 1e-08"), ("llama", "model.rope_theta = 1000000.0")],
 )
 def test_another_field_of_the_model_is_recognized(tmp_path: Path, model: str, how: str) -> None:
-    """However little it moves the loss in float64, and not where float32 hides it."""
+    """However small its effect on the loss in float64; not where float32 hides it."""
     experiment = made(tmp_path, model)
     other = next(made for name, made in batches.other_models(experiment.model) if name == how)
     batch, start = dataset_of(experiment).batch(2, 8, 0), weights(experiment)
-    losses = told(experiment, batch), told(experiment.model_copy(update={"model": other}), batch)
+    losses = loss_of(experiment, batch), loss_of(experiment.model_copy(update={"model": other}), batch)
     found = batches.identify(experiment, start, 2, losses, 0.0)
     assert found == Search(remark=f"it is the loss of this batch with {how}", own=True)
     assert batches.identify(experiment, start, 2, losses, 1e-2) == Search()
@@ -149,7 +149,7 @@ def test_a_search_of_a_long_run_is_short_and_says_what_it_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment = made(tmp_path, "llama", steps=2000)
-    ours = told(experiment, dataset_of(experiment).batch(1000, 8, 0))
+    ours = loss_of(experiment, dataset_of(experiment).batch(1000, 8, 0))
     monkeypatch.setattr(batches, "LONG", 0.0)
     found, remark, _ = batches.identify(experiment, weights(experiment), 1000, (ours, ours + 0.1), 1e-9)
     assert not found and "none of 35 other batches tried: of the 8 steps before and after and the first" in remark
@@ -158,6 +158,6 @@ def test_a_search_of_a_long_run_is_short_and_says_what_it_tried(
 
 def test_nothing_is_tried_where_our_own_loss_is_not_reproduced(tmp_path: Path) -> None:
     experiment = made(tmp_path, "llama")
-    ours = told(experiment, dataset_of(experiment).batch(2, 8, 0))
+    ours = loss_of(experiment, dataset_of(experiment).batch(2, 8, 0))
     assert batches.identify(experiment, weights(experiment), 2, (ours + 1e-3, ours), 1e-9) == Search()
     assert batches.identify(experiment, {}, 2, (ours, ours), 1e-9) == Search()

@@ -1,4 +1,4 @@
-"""The order within a step, and the search for the step in which two runs part."""
+"""The order within a step, and the search for the step in which two runs diverge."""
 
 import math
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def test_a_step_is_walked_as_it_is_computed() -> None:
 
 
 def test_gradients_come_before_the_update_whatever_modules_show() -> None:
-    """A module may show its output and not the gradient of it."""
+    """A module may record its output without the output's gradient."""
     shown = [name for name in RECORD if name != "activation_gradient/layers.0.mlp.up"]
     order = list(computation_order(dict.fromkeys(shown, np.zeros(1))))
     assert sorted(order) == sorted(shown)
@@ -48,7 +48,7 @@ def test_the_first_that_leaves_its_bound(wrong: float) -> None:
 
 
 def test_a_step_is_the_first_where_it_began_alike() -> None:
-    """Of a run folder with gradients of a late step alone, no one knows where the runs parted."""
+    """A run folder with gradients of a late step alone does not tell where the runs diverged."""
     for step, keys, seen in ((1, ["gradient/a"], True), (6, ["gradient/a"], False), (6, ["start/a", "loss"], True)):
         errors = {key: float(key == keys[-1]) for key in keys}
         found = first(step, errors, dict.fromkeys(keys, 1e-10))
@@ -58,7 +58,7 @@ def test_a_step_is_the_first_where_it_began_alike() -> None:
 @pytest.mark.parametrize("origin", range(1, 65))
 @pytest.mark.parametrize("suspect", [1, 2, 17, 64])
 def test_the_search_finds_the_step(origin: int, suspect: int) -> None:
-    """From a step that is suspected because its loss differs, back to the one in which something went wrong."""
+    """From a step whose loss differs, back to the step that went wrong."""
     asked: list[int] = []
 
     def look(steps: list[int]) -> list[Divergence | None]:
@@ -88,7 +88,7 @@ def test_weights_that_differ_from_the_start_are_named() -> None:
 
 @dataclass
 class Kept:
-    """A run that keeps some tensors of a step, which are off by so much, relative."""
+    """A run that keeps some tensors of a step, off by these relative errors."""
 
     off: dict[str, float]
 
@@ -101,14 +101,14 @@ DOUBLE: Any = Kept(dict.fromkeys(ALL, 0.0))
 
 
 def costs(ours: dict[str, float], theirs: dict[str, float]) -> str | None:
-    """The tensor by which the sides part in float32, each against its own float64 run; theirs may keep fewer."""
+    """Tensor by which the sides diverge in float32, each against its float64 run; `theirs` may keep fewer."""
     a, b, b64 = Kept(dict.fromkeys(ALL, 1e-7) | ours), Kept(theirs), Kept(dict.fromkeys(theirs, 0.0))
     found = cost((a, DOUBLE), (b, b64), 1, 32.0, (2.0**-24, 2.0**-24), False)  # type: ignore[arg-type]
     return found.tensor if found else None
 
 
-def test_what_a_policy_costs_is_looked_for_in_what_both_keep() -> None:
-    """A loop that keeps its gradients alone, and an implementation without a rotation to look at."""
+def test_the_cost_of_a_policy_is_searched_in_tensors_of_both_sides() -> None:
+    """A loop that keeps gradients alone, and an implementation without a rotation to record."""
     few = {"gradient/w": 1e-7, "weights/w": 1e-7}
     some = {name: 1e-7 for name in ALL if "rotated" not in name}
     for right in (few, some, dict.fromkeys(ALL, 1e-7)):

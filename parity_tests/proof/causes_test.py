@@ -1,4 +1,4 @@
-"""Plain torch loops with one mistake each: the cause that the verdict names is the mistake."""
+"""Plain torch loops with one mistake each: the verdict names the mistake as cause."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from parity_tests.validation.loops import STEPS, Finished, Loop
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of very unequal lengths, one a sequence, so that batches differ in their loss and number of tokens."""
+    """Documents of very unequal lengths, one per sequence, so that batches differ in loss and number of tokens."""
     random = np.random.default_rng(0)
     words = ["".join(random.choice(list("etaoinshrdlu"), size)) for size in random.integers(1, 9, 2000)]
     file = tmp_path_factory.mktemp("causes") / "documents.jsonl"
@@ -40,13 +40,13 @@ def right(documents: Path) -> Finished:
 
 
 def named(wrong: Loop, right: Finished) -> Diagnosis | None:
-    """The cause by which a loop differs from the right one in float64."""
+    """Cause of a loop's difference from the right loop in float64."""
     ours, theirs = replace(right, experiment=wrong.experiment), wrong.run("theirs")
     return diagnose(evidence(ours, theirs, {n: np.full(STEPS, floor) for n, floor in compare.FLOOR.items()}))
 
 
 def often(rows: Sequence[tuple[Any, ...]], each: int = 2) -> list[Any]:
-    """Parameters (loop, cause, ...), those marked slow that `each` rows above have the same cause as."""
+    """Parameters (loop, cause, ...), marked slow after `each` rows with the same cause."""
     known: Counter[str] = Counter()
     parameters = []
     for loop, cause, *rest in rows:
@@ -115,7 +115,7 @@ def test_the_cause_is_named(
     assert found and (found.cause, found.step) == (cause, step) and how in found.how, found
 
 
-# Where the clip is first reached at step 2: other mistakes begin there too.
+# The clip is first reached at step 2, where other mistakes begin too.
 CLIPPED_FROM_TWO = [
     (loops.NeverClipped, "clip", 2, "as if the clip of"),
     (loops.OtherClip, "clip", 2, "times ours, by its moments"),
@@ -146,7 +146,7 @@ def test_a_mistake_that_begins_where_the_clip_is_first_reached_is_named(
 
 
 def test_a_vector_that_differs_along_itself_by_chance_is_not_called_decayed(documents: Path, right: Finished) -> None:
-    """As vectors of ones do: all of them must have lost what our decay takes."""
+    """A vector of ones may differ so by chance: decay must shrink all vectors."""
     theirs, rates = loops.Eps(documents).run("theirs"), sum(record["learning_rate"] for record in right.metrics)
     name, decay = "weights/norm.weight", right.experiment.optimizer.weight_decay
     theirs.kept_at_the_end[name] = right.kept_at_the_end[name] * (1 - decay * rates)
@@ -170,7 +170,7 @@ def test_a_schedule_that_ends_at_zero_is_compared_at_its_peak() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_another_start_is_the_other_possibility_where_theirs_was_not_recorded(right: Finished, known: bool) -> None:
-    """A loss that is off by as much from its first step on, as of a head that began a little larger."""
+    """The loss is off by the same share from the first step on, as with a slightly larger head."""
     metrics = [record | {"loss": record["loss"] * (1 + 1e-6)} for record in right.metrics]
     theirs = replace(right, side="theirs", metrics=metrics, before=right.before if known else {})
     bounds = {n: np.full(STEPS, floor) for n, floor in compare.FLOOR.items()} | {"grad_norm": np.full(STEPS, -1.0)}
@@ -204,7 +204,7 @@ def test_a_right_loop_has_no_cause(documents: Path, right: Finished) -> None:
     assert named(Loop(documents), right) is None
 
 
-# ---- in float32, whose rounding hides what differs little
+# ---- in float32, whose rounding hides small differences
 
 
 ROUNDED = [

@@ -1,4 +1,4 @@
-"""Runs that are kept in another dtype than their config says: that is the cause that is named, before what it makes."""
+"""For runs in another dtype than their config says, the dtype is named as cause, before its consequences."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,12 +58,12 @@ def named(theirs: Finished, ours: Finished, bounds: dict[str, np.ndarray] | None
 
 
 def in_dtype(dtype: Any, kept: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """Rounds to one dtype, and keeps the numbers in another."""
+    """Round to one dtype, store in another."""
     return lambda w: w.astype(dtype).astype(kept)
 
 
 def changed(run: Finished, change: Callable[[np.ndarray], np.ndarray], *prefixes: str) -> Finished:
-    """A run of which the tensors with these prefixes were recorded otherwise."""
+    """A run with `change` applied to its recorded tensors with these prefixes."""
 
     def all_of(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {name: change(w) if name.startswith(prefixes) else w for name, w in tensors.items()}
@@ -76,7 +76,7 @@ ALL = ("weights/", "exp_avg/", "exp_avg_sq/", "gradient/")
 
 @pytest.mark.parametrize("kept", [np.float32, np.float64])
 def test_a_run_in_float32_under_a_config_of_float64_is_named_by_that(runs: Any, kept: type) -> None:
-    """Also where a record widens what a loop had."""
+    """Also where the record is wider than the loop's tensors."""
     theirs = changed(runs(Float32, "fp64"), in_dtype(np.float32, kept), *ALL)
     found = named(theirs, runs(Recorded, "fp64"))
     assert found and (found.cause, found.step, found.checks) == ("precision", 1, "or wider"), found
@@ -86,7 +86,7 @@ def test_a_run_in_float32_under_a_config_of_float64_is_named_by_that(runs: Any, 
 
 
 def sorted_states(dtype: str, says: str) -> str:
-    """As they are listed by a run that sorts its kinds."""
+    """The states as listed by a run that sorts its kinds."""
     return f"exp_avg, exp_avg_sq, weights in {dtype}, config says {says}"
 
 
@@ -146,7 +146,7 @@ def test_what_is_kept_as_the_config_says_is_not_named(runs: Any) -> None:
     assert named(ours, ours) is None
     assert named(single, ours, bounds) is None
     assert not evidence_of(single, ours).recorded and not evidence_of(ours, ours).recorded
-    for policy in ("bf16", "bf16-true", "16-true"):  # whose gradients, and then all, may have as few bits
+    for policy in ("bf16", "bf16-true", "16-true"):  # policies whose gradients, or all tensors, may be this narrow
         rounded = changed(runs(Float32, policy), in_dtype(dtype_of(policy), np.float32), *kinds_of(policy))
         assert not evidence_of(rounded, ours).recorded, policy
 
@@ -164,7 +164,7 @@ def evidence_of(theirs: Finished, ours: Finished) -> Evidence:
 
 
 def test_weights_that_rounding_did_not_let_move_are_not_narrow(runs: Any) -> None:
-    """As of a bfloat16 checkpoint under a learning rate that float32 does not see."""
+    """For instance a bfloat16 checkpoint at a learning rate below float32's resolution."""
     ours = runs(Recorded, "fp64")
     given = changed(ours, in_dtype(ml_dtypes.bfloat16, np.float64), "weights/")
     moved = changed(given, lambda w: w * (1 + 1e-12), "weights/")

@@ -1,4 +1,4 @@
-"""What a proof against a run that is there compares, leaves open and says, over runs that are made up: no training."""
+"""Verdicts against an existing run, over made-up runs: no training."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def test_a_dtype_that_the_config_does_not_say_is_the_cause(tmp_path: Path, kind:
 
 
 def test_a_run_that_training_amplified_is_left_open(tmp_path: Path) -> None:
-    """Of which 32 times what ours loses would let a wider clip pass, or weights of half their size."""
+    """32 times the amplified cost would admit a wider clip, or weights of half their size."""
     widest = levels.WIDEST["precision"]
     for off in (0.0, widest, 30 * 0.31):
         verdict = against(tmp_path, ours=off / 30 or 1.1 * widest / levels.DRIFT, off=off).verdict()
@@ -66,7 +66,7 @@ def test_a_run_that_training_amplified_is_left_open(tmp_path: Path) -> None:
 
 
 def test_a_run_that_hardly_trained_is_left_open(tmp_path: Path) -> None:
-    """At a rate of fine-tuning: weights that move by a thousandth, of which float32 hides weight decay left out."""
+    """At a fine-tuning rate weights move by a thousandth, and float32 hides missing weight decay."""
     found = against(tmp_path)
     assert found.verdict().word == "equivalent"
     found.__dict__["started"] = {"weights/w": np.linspace(1, 2, 50) * (1 + 1e-3)}
@@ -77,7 +77,7 @@ def test_a_run_that_hardly_trained_is_left_open(tmp_path: Path) -> None:
 
 
 def test_a_float32_policy_that_training_amplified_is_left_open(tmp_path: Path) -> None:
-    """As for a mistake of these runs alone, which float64 runs have not; the noise of less is told instead."""
+    """A mistake in float32 alone could hide there; float64 runs do not show it. Smaller costs are decided."""
     proof = asked(tmp_path)
     judged(proof)
     for cost, word in ((1e-2, "undecided"), (1e-5, "equivalent")):
@@ -100,7 +100,7 @@ def test_what_was_not_compared_stands_in_the_sentence(tmp_path: Path) -> None:
     assert verdict.as_json()["not_compared"] == list(verdict.not_compared)
     assert not judged(asked(tmp_path)).not_compared
     assert "gradients but of steps 1" in against(tmp_path, steps=(1,)).verdict().not_compared
-    double = against(tmp_path, "fp64").verdict()  # of a run folder there is no second mesh
+    double = against(tmp_path, "fp64").verdict()  # a run folder has no second mesh
     assert {"distribution of run mine", "number of collectives"} <= set(double.not_compared)
     assert not any("one device" in note for note in double.notes)
     without = against(tmp_path)
@@ -111,7 +111,7 @@ def test_what_was_not_compared_stands_in_the_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_float32_hides_stands_in_the_sentence(tmp_path: Path, kind: str) -> None:
-    """A tenth of an eps that moves a run of ours by less than equal runs may be apart; in fp64 nothing is hidden."""
+    """A tenth of an eps that changes our run by less than equal runs may differ; fp64 hides nothing."""
     field = f"{OTHERS[kind]}.{kind} (a tenth is within the noise of float32)"
     found = against(tmp_path)
     limit = 2 * levels.DRIFT * 1e-7
@@ -134,7 +134,7 @@ def test_a_mesh_of_one_device_is_reported(tmp_path: Path) -> None:
     proof = asked(tmp_path)
     ours, theirs = proof.sides
     assert not any(note.startswith("distribution") for note in judged(proof).notes)
-    # As transformers, which splits the batch alone, has of a mesh that splits other things.
+    # transformers splits the batch alone, unlike the mesh.
     vars(proof)["mesh_of"] = lambda side, kind, devices: TWO if (side, kind) == (ours, "mesh") else ONE
     proof.done[theirs, "mesh"] = made(theirs)
     verdict = proof.verdict()
@@ -148,7 +148,7 @@ def test_a_mesh_of_one_device_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_run_on_another_mesh_than_was_asked_for(tmp_path: Path) -> None:
-    """All on one device the numbers are the same, and nothing is left to compare with it."""
+    """Runs on one device alone give the same numbers, but compare nothing."""
     proof = asked(tmp_path)
     judged(proof)
     for (_, kind), run in proof.done.items():
@@ -159,7 +159,7 @@ def test_a_run_on_another_mesh_than_was_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_mesh_that_is_asked_for(tmp_path: Path) -> None:
-    """Of transformers' the axes that split the batch; of a size that is left open what the run says."""
+    """transformers' has the axes that split the batch; a size left open is the run's."""
     given = {"parallel": {"mesh": "data=2,fsdp=2,tensor=2"}}
     proof = asked(tmp_path, **given)
     theirs = Proof.of(experiment(**given), tmp_path, reference="transformers")
@@ -170,10 +170,10 @@ def test_the_mesh_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_float32_that_training_amplified_leaves_the_rest_to_float64(tmp_path: Path) -> None:
-    """Which has judged the same steps; what it hides is told."""
+    """float64 has judged the same steps; a note says what float32 hides."""
     found = asked(tmp_path)
     assert judged(found, jaxdist_policy=1e-3, torch_ref_policy=1e-3).word == "undecided"
-    for narrow, word in ((1, "undecided"), (2, "equivalent")):  # of the first the update is not judged
+    for narrow, word in ((1, "undecided"), (2, "equivalent")):  # the first step's update is not judged
         for side in found.sides:
             record = found.done[side, "policy"].records[narrow]
             record["gradient/w"] = np.linspace(1, 2, 50) * (1 + 1e-6)
@@ -195,7 +195,7 @@ def test_a_run_that_overflowed_all_the_time_is_left_open(tmp_path: Path) -> None
 
 
 def test_float32_within_float64_is_reported(tmp_path: Path) -> None:
-    """A loop in fp64 whose norms are in float32 differs by little, and is told why."""
+    """A loop in fp64 with norms in float32 differs by little, and a note says why."""
     for off, told in ((2e-9, True), (2e-5, False)):
         verdict = against(tmp_path, "fp64", off=off).verdict()
         assert verdict.word == "not_equivalent"

@@ -44,7 +44,7 @@ def test_one_that_is_rounding_alone_is_passed_over() -> None:
     assert gradients.largest_differences(gradients.multiples(theirs, ours, OURS, 1e-10)) == ""
 
 
-# ---- moments at the end, of a loop that kept no gradients
+# ---- final moments of a loop that kept no gradients
 
 
 MOMENTS = {
@@ -56,7 +56,8 @@ MOMENTS = {
 
 
 def standing_out(**times: float) -> gradients.Alone | None:
-    """Of moments of which those with a part of a name in `times` are so many times ours, and others nearly ours."""
+    """Result for moments that are `times` ours for parameters whose name contains the key, and nearly ours
+    elsewhere."""
 
     def of(name: str) -> float:
         return next((by for part, by in times.items() if part in name), 1 + 1e-5)

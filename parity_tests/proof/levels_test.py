@@ -1,4 +1,4 @@
-"""What a policy costs either side, and what float64 runs may differ by: which is chance, and which is a mistake.
+"""Cost of a policy on either side, and differences of float64 runs: chance or mistake.
 
 Runs are made up here.
 """
@@ -22,7 +22,7 @@ RATE = 0.1
 
 @dataclass
 class StubRun:
-    """A run whose curves, and each vector, are off by so much of another draw, relative."""
+    """A run whose curves, and vectors of another draw, have these relative errors."""
 
     loss: float = 0.0
     vectors: dict[str, float] = field(default_factory=dict)
@@ -63,7 +63,7 @@ NAMES = {
 
 
 def judged(a: StubRun, b: StubRun, compute: str = "bfloat16", alone: bool = False) -> list[Check]:
-    """The checks of two runs under a policy; `alone` where the second has no float64 run of its own."""
+    """Checks of two runs under a policy; `alone`: the second has no float64 run of its own."""
     a64, b64 = (StubRun(steps=run.steps) for run in (a, b))
     policy: Any = (a, b)
     double: Any = (a64, a64 if alone else b64)
@@ -75,10 +75,10 @@ def failed(*of: Any, **how: Any) -> set[str]:
 
 
 def test_a_loss_off_by_chance_is_none() -> None:
-    """Of 312 pairs of equal runs in each precision the one that lost most lost 12.6 times what the other did."""
+    """In 312 pairs of equal runs in each precision the largest ratio of costs was 12.6."""
     assert not failed(StubRun(1e-3, NOISE, draw=0), StubRun(1e-3 / 12.6, NOISE, draw=1))
     assert not failed(StubRun(1e-3, NOISE, draw=0), StubRun(1e-3, NOISE, draw=1))
-    assert not failed(StubRun(1e-7, NOISE, draw=0), StubRun(0.0, NOISE, draw=1))  # exact to the last bit, by chance
+    assert not failed(StubRun(1e-7, NOISE, draw=0), StubRun(0.0, NOISE, draw=1))  # exact by chance
 
 
 def test_a_loss_off_by_no_chance_is_one() -> None:
@@ -88,10 +88,10 @@ def test_a_loss_off_by_no_chance_is_one() -> None:
 
 
 def test_chance_goes_so_far_once_in_10_000_times() -> None:
-    from scipy import stats  # half a second, for this alone
+    from scipy import stats  # imports for half a second, for this alone
 
     assert 0.9e-4 <= 2 * stats.f.sf(DRIFT**2, 3, 3) <= 1.1e-4
-    # Of fewer steps, down to one, chance goes further, so that nothing is judged.
+    # Over fewer steps chance ranges further, so nothing is judged.
     few = {
         check.name for check in judged(StubRun(1e-1, NOISE, steps=FEWEST - 1), StubRun(1e-7, NOISE, steps=FEWEST - 1))
     }
@@ -105,7 +105,7 @@ def test_a_vector_has_less_of_chance(kind: str) -> None:
     def off(times: float) -> StubRun:
         return StubRun(1e-3, NOISE | {kind: times * NOISE[kind]}, draw=1, side="wrong")
 
-    drifts = kind in ("exp_avg", "exp_avg_sq")  # means of later gradients, of which equal runs reached 6.6
+    drifts = kind in ("exp_avg", "exp_avg_sq")  # means of later gradients; equal runs reached a ratio of 6.6
     limit = DRIFT if drifts else LIMIT["bfloat16"]
     assert not failed(right, off(6.6 if drifts else 1.8)) and failed(right, off(1.1 * limit)) == {NAMES[kind]}
     assert not failed(right, off(15), "float32") and failed(right, off(1.1 * DRIFT), "float32") == {NAMES[kind]}
@@ -114,19 +114,19 @@ def test_a_vector_has_less_of_chance(kind: str) -> None:
 
 
 def test_sides_that_lose_alike_may_be_far_apart() -> None:
-    """A deep model in bfloat16, by which both are off by a twentieth, and from each other by more than either."""
+    """A deep model in bfloat16: each side is off by a twentieth, and further from the other."""
     vectors = dict.fromkeys(NOISE, 0.05)
     assert not failed(StubRun(1e-3, vectors, draw=0), StubRun(1e-3, vectors, draw=1))
 
 
 def test_float64_has_no_policy() -> None:
-    """What training makes of rounding may be more than the contract's 1e-12: the mathematics know by how much."""
+    """Training may amplify rounding beyond the contract's 1e-12; the level of mathematics derives that bound."""
     one: Any = StubRun(1e-9)
     other: Any = StubRun()
     assert not list(levels.precision((one, other), (one, other), "float64"))
 
 
-# ---- all that a run keeps
+# ---- everything that a run keeps
 
 
 OURS = StubRun(1e-6, NOISE, grad_norm=1e-6, learning_rate=1e-8)
@@ -137,7 +137,7 @@ OURS = StubRun(1e-6, NOISE, grad_norm=1e-6, learning_rate=1e-8)
     ("wrong", "name"),
     [
         ({"loss": 6e-5}, "cost to loss"),
-        ({"grad_norm": -0.5}, "cost to grad_norm"),  # logged after the clip
+        ({"grad_norm": -0.5}, "cost to grad_norm"),  # the norm after clipping
         ({"learning_rate": 1e-6}, "wrong, learning_rate"),
         ({"vectors": OURS.vectors | {"exp_avg_sq": 0.1}}, "cost to exp_avg_sq at the end"),
         ({"vectors": OURS.vectors | {"gradient": 0.1}}, "cost to gradients at step 1"),
@@ -155,7 +155,7 @@ def test_all_that_a_run_keeps_is_judged(wrong: dict[str, Any], name: str, alone:
 
 
 def test_an_overflow_at_the_first_step_hides_no_norm() -> None:
-    """As of a scale that begins too high: the norm of the steps after it is judged."""
+    """The scale starts too high; the norms of later steps are judged."""
 
     @dataclass
     class Scaled(StubRun):
@@ -173,7 +173,7 @@ def test_an_overflow_at_the_first_step_hides_no_norm() -> None:
 
 
 def test_a_run_by_itself_may_lose_less() -> None:
-    """Than ours; of two that have float64 runs of their own either may be the one that loses too much."""
+    """A run without a float64 run may lose less than ours; with one, either side may be the one that loses too much."""
     less = StubRun(vectors=dict.fromkeys(OURS.vectors, 1e-5), draw=1)
     for right in (replace(OURS, draw=1), less):
         assert not failed(OURS, right, "float32", alone=True)
@@ -181,7 +181,7 @@ def test_a_run_by_itself_may_lose_less() -> None:
 
 
 def test_weights_that_rounding_moves_are_no_yardstick() -> None:
-    """A key's bias, off by its own size on either side, hides nothing of other weights, nor is it left out."""
+    """A key bias off by its own size on both sides hides no other weights, and is itself compared."""
 
     @dataclass
     class Biased(StubRun):
@@ -210,14 +210,14 @@ def test_weights_that_rounding_moves_are_no_yardstick() -> None:
     ("moved", "decay", "rate", "word"),
     [
         (1e-1, 0.1, 1e-2, ""),
-        (1e-3, 0.1, 1e-2, "of what they moved"),  # as 20 steps at a rate of 1e-5 move them
+        (1e-3, 0.1, 1e-2, "of what they moved"),  # as after 20 steps at a rate of 1e-5
         (1e-1, 0.01, 1e-5, "weight decay left out"),
         (1e-1, 0.1, 1e-4, ""),
         (1e-1, 0.0, 1e-5, ""),
     ],
 )
 def test_weights_that_hardly_moved_decide_nothing(moved: float, decay: float, rate: float, word: str) -> None:
-    """Of 32 times a rounding a step: decay that is left out is less, and so is a thousandth of what they moved."""
+    """32 times the rounding per step exceeds missing decay, and a thousandth of the update."""
 
     @dataclass
     class Tuned(StubRun):
@@ -233,7 +233,7 @@ def test_weights_that_hardly_moved_decide_nothing(moved: float, decay: float, ra
 
 
 def test_decay_that_float32_hides_is_named() -> None:
-    """Of one kind of tensor, where that of all would be seen; another run's noise is at least a rounding."""
+    """Judged per kind of tensor, as the norm of all would show it; noise is at least one rounding."""
     exact: Any = StubRun(learning_rate=-0.99)  # five steps at 1e-3
     start = {"weights/layers.0.q_proj.weight": TRUE * 1e-4, "weights/layers.1.q_proj.weight": TRUE * 1e-4}
     start |= {"weights/embed.weight": TRUE}
@@ -253,7 +253,7 @@ def test_decay_that_float32_hides_is_named() -> None:
 
 @dataclass
 class Kept(StubRun):
-    """A run that keeps its numbers in a dtype, or in float32 what is rounded to it."""
+    """A run that stores its numbers in `dtype`, or rounded to it in float32."""
 
     dtype: str = "float32"
 
@@ -266,8 +266,8 @@ class Kept(StubRun):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_numbers_that_are_rounded_are_seen(dtype: str) -> None:
-    """Whatever dtype they are kept in, and however wide the noise of a policy is."""
+def test_rounded_numbers_are_found(dtype: str) -> None:
+    """Whatever the storage dtype and however wide the policy's noise."""
 
     def digits(kept: str, exact: str, parameters: str = "float32") -> Check:
         run: Any = Kept(dtype=kept)
@@ -277,7 +277,7 @@ def test_numbers_that_are_rounded_are_seen(dtype: str) -> None:
     assert digits("float32", "float64").holds
     wrong = digits(dtype, "float64")
     assert not wrong.holds and wrong.value == 3 and wrong.of == f"weights, exp_avg, exp_avg_sq in {dtype}"
-    assert digits(dtype, dtype).holds  # weights of such a checkpoint that did not train
+    assert digits(dtype, dtype).holds  # weights of such a checkpoint, not trained
     assert digits(dtype, "float64", dtype).holds  # as the policy says
 
 
@@ -286,7 +286,7 @@ def test_numbers_that_are_rounded_are_seen(dtype: str) -> None:
 
 @dataclass
 class Gradients(StubRun):
-    """A run of two gradients, one of which is rounding alone."""
+    """A run of two gradients, one of them rounding alone."""
 
     good: float = 1.0
     rounding: float = 0.0
@@ -323,7 +323,7 @@ def test_a_bound_that_lets_mistakes_pass_decides_nothing() -> None:
 
 
 def test_a_wide_bound_is_seen_behind_the_closest() -> None:
-    """What lies close to its own bound is shown; what a mistake could hide below decides."""
+    """The value closest to its bound is shown; the bound wide enough to hide a mistake decides."""
     right, off, mistaken = Gradients(), Gradients(good=1 + 2e-2), Gradients(good=1 + 3e-2, rounding=6e-28)
     found = agreement(right, mistaken, off)
     assert all(check.holds for check in found.values()) and "gradients at step 1" in found
@@ -357,7 +357,7 @@ def schedules(right: Optimizer, wrong: Optimizer, steps: int) -> Check:
 )
 @pytest.mark.parametrize("warmup", [20, 100])
 def test_a_schedule_is_compared_beyond_the_steps_that_were_run(warmup: int, wrong: dict[str, Any]) -> None:
-    """Also where all steps of a proof are warm-up, in which another decay is the same."""
+    """During warm-up alone, schedules with different decays are the same."""
     right = Optimizer(warmup=warmup, decay_steps=300, final=0.1)
     assert schedules(right, right, 20).holds
     assert not schedules(right, right.model_copy(update=wrong), 20).holds

@@ -1,4 +1,4 @@
-"""What a proof runs, says and searches, over runs that are made up: no training."""
+"""Runs, verdicts and searches of a proof, over made-up runs: no training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ FIGURES = {"arithmetic": {"rsqrt": "float64"}, "schedule": {"1": 0.1}}
 
 
 def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1, 2, 5), **summary: Any) -> Run:
-    """A run whose numbers are all off by so much, relative."""
+    """A run whose numbers all have the relative error `off`."""
     run, tensor = Run(side, Path("nowhere")), np.linspace(1, 2, 50) * (1 + off)
     records = {step: {"gradient/w": tensor} for step in steps}
     states = {f"{kind}/w": tensor for kind in STATES}
@@ -50,12 +50,12 @@ def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1, 2, 5), **summ
 
 
 def mesh_of(_: str, kind: str, __: int) -> dict[str, int]:
-    """In place of a proof's own, which is of the config: that of the policy is on one device, where nothing is sent."""
+    """Replaces a proof's meshes: the policy's is one device, where nothing is sent."""
     return TWO if kind == "mesh" else ONE
 
 
 def judged(asked: Proof, **off: float) -> Verdict:
-    """The verdict of a proof whose runs are right, up to those that are `off`, as `torch_ref_policy`."""
+    """Verdict of a proof with right runs, except for the relative errors `off`, by names like `torch_ref_policy`."""
     vars(asked)["mesh_of"] = mesh_of
     for side, kind in asked.needed():
         cost = 1e-3 if kind in ("policy", "reordered") and asked.noisy else 0.0
@@ -80,7 +80,7 @@ def test_steps_that_were_not_run_are_reported(tmp_path: Path) -> None:
 
 
 def test_nothing_sent_is_compared_on_one_device(tmp_path: Path) -> None:
-    """torch reports no collectives there, and that is a figure."""
+    """torch reports no collectives on one device, which counts as a figure."""
     assert not any(note.startswith("collectives") for note in judged(asked(tmp_path)).notes)
 
 
@@ -94,7 +94,7 @@ def test_a_figure_that_a_run_of_ours_lacks_leaves_it_open(tmp_path: Path, figure
 
 
 def test_a_family_without_closed_forms_is_judged_by_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its peak nor its traffic, which the notes say; memory of both sides is compared as ever."""
+    """Peak and traffic are not judged, as the notes say; the sides' memory is compared."""
     known = judged(asked(tmp_path))
     for table in (FAMILIES, TORCH_FAMILIES):
         rows: Any = table._rows
@@ -109,7 +109,7 @@ def test_a_family_without_closed_forms_is_judged_by_all_else(tmp_path: Path, mon
 
 
 def emptied(run: Run, what: str) -> None:
-    """Without a part of what a run kept: where all of them lack it, no comparison sees it."""
+    """Remove part of a run: no comparison shows what all runs lack."""
     match what:
         case "a parameter":
             run.__dict__["shapes"] = {"w": (50,), "q_proj.weight": (50,)}
@@ -151,7 +151,7 @@ def test_what_all_runs_lack_leaves_it_open(tmp_path: Path, what: str, lacks: str
 
 
 def test_a_parameter_whose_gradient_is_zero_is_there(tmp_path: Path) -> None:
-    """As GPT-2's key bias, of which both sides may compute none: others of its kind are not zero."""
+    """Such as GPT-2's key bias: both sides may compute zero, while other parameters' gradients are not."""
     proof = asked(tmp_path)
     judged(proof)
     for run in proof.done.values():
@@ -162,8 +162,8 @@ def test_a_parameter_whose_gradient_is_zero_is_there(tmp_path: Path) -> None:
     assert proof.verdict().word == "equivalent"
 
 
-def test_of_transformers_no_peak_is_asked(tmp_path: Path) -> None:
-    """Its runs do not measure it, and no check is made of it."""
+def test_no_peak_is_expected_from_transformers(tmp_path: Path) -> None:
+    """Its runs do not measure the peak, so nothing checks it."""
     ours, theirs = made(JAX), made("transformers", memory=MEMORY | {"peak": None})
     assert list(theirs.lacking([1, 2, 5])) == [] == list(ours.lacking([1, 2, 5]))
     assert list(made(TORCH, memory=MEMORY | {"peak": 0}).lacking([])) == ["peak of memory"]
@@ -203,7 +203,7 @@ def test_a_mesh_is_reordered_by_one_device(tmp_path: Path) -> None:
 
 
 def test_the_note_of_a_noisy_policy_is_what_its_checks_do(tmp_path: Path) -> None:
-    """What moves one side's loss by more than the note says fails, whatever the noise of reordered sums."""
+    """A loss that moves by more than the note says fails, whatever the noise of reordered sums."""
     right = asked(tmp_path, precision=BF16)
     (note,) = (note for note in judged(right).notes if note.startswith("bf16: reordering"))
     assert "jaxdist's by" in note and "torch_ref's by" in note
@@ -214,8 +214,8 @@ def test_the_note_of_a_noisy_policy_is_what_its_checks_do(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("what", ["grad_norm = nan at step 5", "exp_avg_sq/w of step 5", "gradient/w of step 4"])
-def test_what_is_no_number_is_equal_to_nothing(tmp_path: Path, what: str) -> None:
-    """Also at a step whose gradients nothing is compared with."""
+def test_a_value_that_is_not_finite_fails(tmp_path: Path, what: str) -> None:
+    """Also at a step without gradients to compare."""
     proof = asked(tmp_path, precision=BF16)
     assert judged(proof).word == "equivalent"
     wrong = made(TORCH, 1e-3, steps=(1, 2, 4, 5))
@@ -239,7 +239,7 @@ def test_a_bound_too_wide_leaves_it_open(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("reordered", "word"), [((3,), "undecided"), ((4,), "not_equivalent"), ((), "not_equivalent")])
 def test_an_overflow_on_one_side_alone(tmp_path: Path, reordered: tuple[int, ...], word: str) -> None:
-    """It is a mistake, unless the order of sums has made one of a side's own runs overflow, or not, by then."""
+    """A mistake, unless reordered sums make one of a side's own runs overflow, or not, by then."""
     proof = asked(tmp_path, precision={"policy": "fp16"})
     judged(proof)
     for (side, kind), run in proof.done.items():
@@ -257,7 +257,7 @@ def test_an_overflow_on_one_side_alone(tmp_path: Path, reordered: tuple[int, ...
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", STATES)
 def test_states_of_a_narrower_dtype(tmp_path: Path, kind: str, dtype: str) -> None:
-    """Rounded but kept in float32, they cost no more than a 16-bit policy does."""
+    """Rounded but stored in float32, they cost no more than a 16-bit policy."""
     proof = asked(tmp_path, precision=BF16)
     judged(proof)
     for run in proof.done.values():
@@ -269,7 +269,7 @@ def test_states_of_a_narrower_dtype(tmp_path: Path, kind: str, dtype: str) -> No
     assert failed.name == "torch_ref, states in float32 or wider" and failed.of.endswith(f"{kind} in {dtype}")
 
 
-# ---- where they part
+# ---- where the runs diverge
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_the_first_step_is_searched_and_then_where_the_policy_costs_too_much(
 
 @pytest.mark.long
 def test_weights_of_any_kind_begin_a_proof(tmp_path: Path) -> None:
-    """What is no Hugging Face folder is made one, in a folder that is not there yet."""
+    """Other kinds are converted to a Hugging Face folder, in a folder that does not exist yet."""
     drawn = asked(tmp_path / "drawn", model=SMALL)
     drawn.start()
     start = asked(tmp_path / "new", model=SMALL).start(drawn.folder / "seed")
@@ -310,5 +310,6 @@ def test_a_command_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.
         ended(2, "error: train.steps = -1: mend it\n")
     with pytest.raises(TrainingError, match="out of memory"):
         ended(1, "out of memory")
-    with pytest.raises(ConfigError, match=r"^python -m torch_ref\.train: step 3: loss = nan"):  # as NaN in a run folder
+    # like NaN in a run folder
+    with pytest.raises(ConfigError, match=r"^python -m torch_ref\.train: step 3: loss = nan"):
         ended(1, "8 virtual CPU devices\nerror: step 3: loss = nan; lower the rate\n")

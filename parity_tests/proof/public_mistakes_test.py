@@ -1,4 +1,4 @@
-"""Mistakes of public reports, planted in plain torch loops: named right, or said to be not known."""
+"""Mistakes from public reports, planted in plain torch loops: named correctly, or reported as unknown."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ class Tied(Small):
 
 
 class ShiftedTwice(Small):
-    """Targets that are shifted already are shifted again by the model's own loss."""
+    """Targets already shifted are shifted again by the model's own loss."""
 
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = model(tokens)[:, :-1]
@@ -43,7 +43,7 @@ class MeanOverPadding(Small):
 
 
 class PaddingTrained(Small):
-    """Padding is a target like any other."""
+    """Padding is trained on as a target."""
 
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         padding = tokens[targets == IGNORED].mode().values
@@ -61,7 +61,7 @@ class NotCausal(Small):
 
 
 class Dropout(Small):
-    """Dropout of the embedding that the model's config does not have."""
+    """Dropout after the embedding, which the model's config does not have."""
 
     def build(self) -> nn.Module:
         model = super().build()
@@ -112,7 +112,7 @@ class SteppedEachMicrobatch(Small):
 
 
 class Untied(Tied):
-    """The head is a copy of the embedding, trained by itself."""
+    """The head is a separately trained copy of the embedding."""
 
     def build(self) -> nn.Module:
         model = super().build()
@@ -137,7 +137,7 @@ class Untied(Tied):
 
 
 class ZeroedTooOften(Small):
-    """Gradients are set to zero before each microbatch: only the last is applied."""
+    """Gradients are zeroed before each microbatch: only the last is applied."""
 
     accumulation = 2
 
@@ -173,7 +173,7 @@ class WeightsRounded(Small):
 
 
 class EvalBatchBetween(Small):
-    """Every fourth step trains on a batch that evaluation took from the same iterator."""
+    """Every fourth step trains on a batch after one that evaluation took from the same iterator."""
 
     def batch(self, step: int) -> tuple[Any, Any]:
         return super().batch(step + (step - 1) // 4)

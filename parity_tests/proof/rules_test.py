@@ -1,4 +1,4 @@
-"""Plain torch loops whose update has one mistake: its rule is identified by the losses that it gives."""
+"""Plain torch loops with one mistake in the update rule: the losses identify the rule."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from parity_tests.validation.loops import STEPS, Finished, Loop
 
 
 class Own(torch.optim.Optimizer):
-    """A rule written by hand: `form` gives the direction from the moments of step t."""
+    """A handwritten rule: `form` computes the direction from the moments of step t."""
 
     def __init__(self, groups: Any, form: Any, betas: tuple[float, float]):
         super().__init__(groups, {"lr": 1.0, "betas": betas, "weight_decay": 0.0})
@@ -43,7 +43,7 @@ class Own(torch.optim.Optimizer):
 
 
 class ByHand(Loop):
-    """The direction of the update is that of `form`."""
+    """An update in the direction of `form`."""
 
     def form(self, m: Any, v: Any, t: int, b1: float, b2: float) -> Any:
         return m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + self.eps())
@@ -75,7 +75,7 @@ class Unknown(ByHand):
 
 
 class Replaced(Loop):
-    """Another class of torch.optim, made with the same groups and settings."""
+    """Another class of torch.optim with the same groups and settings."""
 
     kind: Any = torch.optim.AdamW
     more: Mapping[str, Any] = MappingProxyType({})
@@ -130,7 +130,7 @@ NAMED = [
 
 
 def small(loop: type[Loop]) -> type[Loop]:
-    """The loop with a model of one layer: a search tries a hundred rules."""
+    """The loop with a model of one layer, as a search tries a hundred rules."""
     return type(loop.__name__, (loop,), {"model": "llama of one layer"})
 
 
@@ -189,6 +189,6 @@ def test_a_run_in_fp64_names_what_float32_hides(
     cause: str,
     how: str,
 ) -> None:
-    """As the verdict of `causes_test` on the same loops in float32 without gradients advises."""
+    """As the verdict of `causes_test` advises for the same loops in float32 without gradients."""
     found = named(loop(documents), loops.SmallInDouble(documents).run("ours"))
     assert found and (found.cause, found.step) == (cause, 1) and how in found.how, found

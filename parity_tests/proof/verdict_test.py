@@ -1,4 +1,4 @@
-"""The rules by which checks become a verdict."""
+"""The rules that turn checks into a verdict."""
 
 import json
 
@@ -23,8 +23,8 @@ def test_what_was_not_checked_leaves_it_open() -> None:
     assert Verdict([]).word == "undecided"
 
 
-def test_what_was_measured_is_no_part_of_a_name() -> None:
-    """verdict.json has the tensor in a field of its own."""
+def test_check_names_leave_out_the_tensor() -> None:
+    """verdict.json names the tensor in a field of its own."""
     checks = [Check("mathematics", "gradients at step 1", 1e-15, 1e-10, "why", "on one device", of) for of in "ab"]
     assert len({check.key for check in checks}) == 1
     assert [check.title for check in checks] == [f"gradients at step 1: {of}, on one device" for of in "ab"]

@@ -1,4 +1,4 @@
-"""The pages of the planner and of the bench, as a browser draws them."""
+"""Pages of the planner and the benchmark as a browser draws them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The report says what the verdict and the runs say, whatever is missing, and a browser draws all of it."""
+"""The report agrees with verdict and runs, whatever is missing, and a browser draws all of it."""
 
 import html
 import json
@@ -29,7 +29,7 @@ FIGURES = ("Loss per step", "Gradient norm per step", "Heat map", "Memory on the
 
 @dataclass
 class Stub:
-    """A run by its attributes alone."""
+    """A run made of attributes alone."""
 
     side: str
     metrics: list[dict[str, Any]]
@@ -42,7 +42,7 @@ class Stub:
 
 
 def run(side: str, steps: int = 6, noise: float = 1e-8, layers: int = 12) -> Stub:
-    """A run that differs from its like by `noise`."""
+    """A run that differs from its twin by `noise`."""
     off = 1 + noise * (side == "torch_ref")
     metrics = [
         {"step": s, "loss": 5.0 / s * off, "grad_norm": 2.0 / s * off, "learning_rate": 1e-3}
@@ -80,7 +80,7 @@ def written(
 
 
 def text_of(page: str) -> str:
-    """What a reader sees and a screen reader says."""
+    """The text that a reader sees and a screen reader speaks."""
     labels = " ".join(re.findall(r'aria-label="([^"]*)"', page)) + " "
     shown = re.sub(r"<style.*?</style>", "", page, flags=re.DOTALL)
     return html.unescape(" ".join((labels + re.sub(r"<[^>]*>", " ", re.sub("<wbr>|</?span>", "", shown))).split()))
@@ -114,7 +114,7 @@ def test_layers_are_in_the_order_of_the_model(whole: str) -> None:
 
 
 def test_it_stands_alone(whole: str) -> None:
-    """No scripts, nothing fetched, and no id twice: five figures live in one document."""
+    """No scripts, no external references, and no duplicate id among the five figures."""
     outside = re.sub(r' xmlns(:\w+)?="[^"]*"', "", whole)
     assert not re.search(r"https?://|<script|<link|<iframe|@import|src=|\son\w+=", outside)
     assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', outside))
@@ -177,7 +177,7 @@ def test_missing_pieces_are_reported_as_missing(tmp_path: Path) -> None:
 
 
 def test_runs_of_the_policy_alone_have_a_heat_map_for_the_eye(tmp_path: Path) -> None:
-    """As the float32 run of another loop has no float64 one beside it."""
+    """For instance another loop's float32 run without a float64 one."""
     page = written(tmp_path, Verdict(HOLDS), {"policy": pair()}, {1: 2e-8, 4: 5e-9})
     assert "in embed at step 4, where 5e-09 is allowed" in text_of(page) and "The colours are only a guide" in page
     assert page.count("Heat map") == 1
@@ -208,7 +208,7 @@ def test_one_device_has_one_heat_map_and_no_traffic(tmp_path: Path) -> None:
     assert page.count("Heat map") == 1 and "On this mesh nothing must be sent" in page
 
 
-# The page in frames of the width of a desk, a tablet and a phone, as which a browser's window cannot be as narrow.
+# The page in frames as wide as a desktop, a tablet and a phone, as a browser's window cannot be that narrow.
 WIDTHS = (1440, 768, 390)
 MEASURE = """<script>
 const found = [];
@@ -245,7 +245,7 @@ QUIET = (
 
 
 def browse(page: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A page in a browser without a window; where there is none, the test is skipped."""
+    """Open a page in a headless browser; skips the test without one."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no browser: the report is not opened; `apt-get install chromium` brings one")
@@ -254,7 +254,7 @@ def browse(page: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def seen(page: str, folder: Path) -> list[str]:
-    """What a browser finds in the page: the number of figures at each width, what is wrong, what its console says."""
+    """What the browser found: number of figures at each width, layout errors, console messages."""
     frame = '<iframe width="{}" height="900" srcdoc="{}"></iframe>'
     frames = "".join(frame.format(width, html.escape(page)) for width in WIDTHS)
     onload = MEASURE.replace("<script>", "<script>addEventListener('load', () => {").replace("</script>", "})</script>")
@@ -283,7 +283,7 @@ def test_a_name_breaks_between_its_parts_alone(name: str, broken: str) -> None:
 
 
 def test_where_it_differs_is_reported_where_no_gradients_were_kept(tmp_path: Path) -> None:
-    """As of another loop: the cause, the first check of each level, and a heat map of the final states."""
+    """For another loop's run: the cause, the first check of each level, and a heat map of the final states."""
     runs = pair()
     for number, side in enumerate(runs):
         side.records, off = {}, 1 + 1e-6 * number
@@ -336,7 +336,7 @@ def test_the_browser_sees_what_runs_over_or_breaks(tmp_path: Path) -> None:
 
 
 def test_the_causes_of_memory_sum_up(tmp_path: Path) -> None:
-    """Beside the named ones their sum, what was measured and the rest, also where the closed form has too much."""
+    """Shows named causes, their sum, the measurement and the rest, also where the closed form is too high."""
     causes = [Cause("kept & small", 2**20, 0.0), Cause("kept", 2**21, 2**22), Cause(UNEXPLAINED, -(2**20), 2**20)]
     page = text_of(written(tmp_path, Verdict(HOLDS, memory=causes), {"policy": pair()}))
     assert "kept 2.00 4.00 kept & small 1.00 – closed form 3.00 4.00 measured 2.00 5.00 unexplained −1.00 1.00" in page

@@ -1,4 +1,5 @@
-"""The bound derived from float64 runs: wide where the precision costs, never wide by what cannot be compared."""
+"""The bound derived from float64 runs: wide where precision costs digits, never because of values that are not
+comparable."""
 
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_replicas_are_billed_to_data() -> None:
 
 @pytest.mark.parametrize("size", [1e-305, 1e-170, 1.0, 1e170, 8e307])
 def test_differences_of_tensors_of_any_size(size: float) -> None:
-    """Squares of such numbers are nothing, or infinite."""
+    """Squares of such numbers underflow or overflow."""
     a = np.linspace(1, 2, 50) * size
     b = a * (1 + 1e-3 * (np.arange(50) == 7))
     assert compare.relative(a, a) == 0.0
@@ -48,8 +49,8 @@ def test_differences_of_tensors_of_any_size(size: float) -> None:
 
 
 @pytest.mark.parametrize("flipped", [1e200, 1.7e308, -1.7e308])
-def test_one_number_of_another_size_is_seen(flipped: float) -> None:
-    """As a flipped bit of an exponent makes it: finite, but no square of it is."""
+def test_a_single_number_of_another_magnitude_is_found(flipped: float) -> None:
+    """A flipped exponent bit gives a finite number whose square is infinite."""
     right = {"a": np.full(9, 0.5), "b": np.full(9, 0.5), "c": np.full(9, -1.7e308)}
     wrong = {name: w.copy() for name, w in right.items()}
     for w in wrong.values():
@@ -59,8 +60,8 @@ def test_one_number_of_another_size_is_seen(flipped: float) -> None:
     assert compare.worst(differences)[1] > 1 and compare.joint_error(wrong, right) > 0.3
 
 
-def test_what_is_no_number_is_the_worst() -> None:
-    """Wherever it stands: a comparison with it says neither more nor less."""
+def test_nan_is_the_worst_difference() -> None:
+    """NaN is the worst at any place, though no comparison with it holds."""
     for order in ("xyz", "zyx", "yxz"):
         differences = {name: {"x": 1e3, "y": float("nan"), "z": float("inf")}[name] for name in order}
         assert compare.worst(differences)[0] == "y"

@@ -1,4 +1,4 @@
-"""Commands that are forked end and speak as those of new processes do."""
+"""Forked commands exit and print as new processes do."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ MODULES = {
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> dict[str, str]:
-    """An environment in which MODULES are found."""
+    """An environment whose path has MODULES."""
     for name, text in MODULES.items():
         (tmp_path / f"{name}.py").write_text(text)
     return environment() | {"PYTHONPATH": str(tmp_path)}
@@ -41,7 +41,7 @@ def test_nothing_is_left_for_the_next(elsewhere: dict[str, str]) -> None:
 
 
 def test_imports_are_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever test asks, the commands of a side are forked from one process; each holds its imports in memory."""
+    """All tests fork a side's commands from one process that has imported everything."""
     origins = set()
     for test in ("one_test.py::a (call)", "one_test.py::b (call)"):
         monkeypatch.setenv("PYTEST_CURRENT_TEST", test)

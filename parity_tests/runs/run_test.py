@@ -1,4 +1,4 @@
-"""A run folder is read whole or refused: which states are those of its end, and what is not a number."""
+"""A run folder is read completely or refused: its final states, and values that are not finite."""
 
 import shutil
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def states(value: float) -> dict[str, np.ndarray]:
 
 
 def folder(path: Path, recorded: tuple[int, ...] = (STEPS,), **summary: Any) -> Run:
-    """A run of two steps that keeps the states of some of them, filled with the step."""
+    """A run of two steps that keeps the states of `kept` steps, filled with the step's number."""
     experiment = Experiment.parse({"train": {"steps": STEPS}}, source="test")
     kept = RunFolder(path, experiment)
     kept.create(experiment)
@@ -53,7 +53,7 @@ def test_an_earlier_record_is_not_the_end(tmp_path: Path) -> None:
 
 def test_an_earlier_checkpoint_is_not_the_end(tmp_path: Path) -> None:
     run = folder(tmp_path / "run")
-    (run.path / "checkpoints" / "1" / "parameters").mkdir(parents=True)  # reading it would fail
+    (run.path / "checkpoints" / "1" / "parameters").mkdir(parents=True)  # reading this would fail
     assert (run.states["weights/w"] == STEPS).all()
     with pytest.raises(ConfigError, match=f"at step {STEPS}"):
         earlier = folder(tmp_path / "other", recorded=())
@@ -75,7 +75,7 @@ def order_of_no_names(run: Run) -> None:
 
 
 def named(name: str) -> Callable[[Run], None]:
-    """A record called so besides."""
+    """Adds a record with this name."""
 
     def copy(run: Run) -> None:
         shutil.copy(run.path / "record" / f"{STEPS}.safetensors", run.path / "record" / f"{name}.safetensors")
@@ -99,7 +99,7 @@ def weights_in_float8(run: Run) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"88")
 
 
-NO_STEPS = ("final", "0", "3", "02", "٢", "²")  # the run has two
+NO_STEPS = ("final", "0", "3", "02", "٢", "²")  # the run has two steps
 
 BAD: dict[Callable[[Run], None], str] = {
     nan_in_the_weights: f"weights/w of step {STEPS} is not a number",
@@ -113,7 +113,7 @@ BAD: dict[Callable[[Run], None], str] = {
 
 
 def test_names_that_are_not_the_models(tmp_path: Path) -> None:
-    """Said before anything is run: by tensor, and the prefixes of DDP, FSDP1 and torch.compile are none."""
+    """Reported by tensor before anything is run; the prefixes of DDP, FSDP1 and torch.compile are stripped."""
     small = {"vocab": 8, "dim": 4, "hidden": 4, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 2}
     param_specs = models.param_specs(models.build(Experiment.parse({"model": small}, source="test").model))
     right = names.as_torch({name: np.ones(spec.shape, np.float32) for name, spec in param_specs.items()})
@@ -211,7 +211,7 @@ def test_modules_that_hold_others_have_the_names_of_transformers(
 @pytest.mark.parametrize("name", ["model.layers.7.self_attn.q_proj.weight", "foo", "norm.weight"])
 @pytest.mark.parametrize("kind", [*STATES, "gradient"])
 def test_a_parameter_that_the_model_has_not(kind: str, name: str) -> None:
-    """Left out, a run that trains more than the model would be compared in part; a head that is tied is not more."""
+    """Ignoring it would compare a larger model only in part; a tied head is accepted."""
     record = {f"{kind}/model.norm.weight": np.ones(4), f"{kind}/lm_head.weight": np.ones((8, 4))}
     assert f"{kind}/norm.weight" in names.from_hf(record, "llama", 2)
     with pytest.raises(ValueError, match=rf"{name} has no counterpart"):
@@ -219,7 +219,7 @@ def test_a_parameter_that_the_model_has_not(kind: str, name: str) -> None:
 
 
 def test_a_parameter_that_one_layer_lacks() -> None:
-    """It is named, and not those of the other layers."""
+    """Only that layer's parameter is named."""
     record = {f"weights/model.layers.{i}.self_attn.{n}_proj.weight": np.ones((4, 4)) for i in range(2) for n in "qk"}
     del record["weights/model.layers.0.self_attn.q_proj.weight"]
     with pytest.raises(ValueError, match=r"^model.layers.0.self_attn.q_proj.weight is missing$"):
@@ -228,7 +228,7 @@ def test_a_parameter_that_one_layer_lacks() -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_mixture_as_transformers_holds_it_in_memory(family: str, tmp_path: Path) -> None:
-    """The same parameters as those of the file that it writes, where each expert has a tensor of its own."""
+    """The same parameters as in the file that it writes, with a tensor per expert."""
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 8, "intermediate_size": 12, "moe_intermediate_size": 12, "num_hidden_layers": 2,

@@ -1,4 +1,4 @@
-"""Outputs of modules under their paths, whole gradients, and nothing that escapes its trace."""
+"""Outputs of modules by path, full gradients, and nothing that outlives its trace."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ class Derived(Leaf):
 
 
 class Model(nnx.Module):
-    """`a` is called twice, `b` by its base class, `c` within a rematerialized function, `d` returns two."""
+    """`a` is called twice, `b` by its base class, `c` within a rematerialized function, and `d` returns two."""
 
     def __init__(self) -> None:
         self.a, self.b, self.c = Leaf(2.0), Derived(3.0), Leaf(5.0)
@@ -64,7 +64,7 @@ def seen(
 
 class TestJax:
     def test_paths_and_values(self) -> None:
-        """The root is not called, so that its paths come from `nnx.merge`."""
+        """The root is not called, so paths come from `nnx.merge`."""
         graph, state = nnx.split(Model())
         noted = seen(lambda: nnx.merge(graph, state).loss(jnp.array([1.0, 2.0])))
         assert list(noted) == ["a", "a#2", "b", "parts.0"]
