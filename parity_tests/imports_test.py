@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxdist.config.registry import FAMILIES
+
 ROOT = Path(__file__).resolve().parents[1]
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
@@ -276,6 +278,29 @@ def classes_asked_for(file: Path) -> set[str]:
 def test_nothing_outside_families_asks_for_a_family_by_class() -> None:
     files = [file for package in FLOORS for file in source_files(package) if "families" not in file.parts]
     assert {str(file): found for file in files if (found := classes_asked_for(file) & FAMILY_CLASSES)} == {}
+
+
+def families_compared(file: Path) -> set[str]:
+    """Names of families with which a module compares something, or by which it matches it."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.MatchValue)]
+    constants = {node.value for part in compared for node in ast.walk(part) if isinstance(node, ast.Constant)}
+    return {value for value in constants if isinstance(value, str)} & FAMILIES.keys()
+
+
+def test_nothing_outside_families_asks_for_a_family_by_name() -> None:
+    files = [file for package in FLOORS for file in source_files(package) if "families" not in file.parts]
+    assert {str(file): found for file in files if (found := families_compared(file))} == {}
+
+
+def test_a_question_for_a_name_is_found(tmp_path: Path) -> None:
+    lines = (
+        "a = m.family == 'gpt2', 'llama' != f, name in ('mixtral', *more)",
+        "match x:\n    case 'qwen3_moe' | 'b': pass",
+        "c = {'family': 'resnet'}",
+    )
+    (tmp_path / "module.py").write_text("\n".join(lines))
+    assert families_compared(tmp_path / "module.py") == {"gpt2", "llama", "mixtral", "qwen3_moe"}
 
 
 def test_a_question_for_a_class_is_found(tmp_path: Path) -> None:

@@ -150,6 +150,9 @@ class Family:
     """`formats.hf_decisions.HuggingFace`, the reader and writer of its config.json; None: there is none."""
     accounting: Reference | None = None
     """Closed forms of its traffic, memory and FLOPs; None: unknown."""
+    zero_gradients: tuple[str, ...] = ()
+    """Endings of the names of parameters whose true gradient is zero: runs that agree differ there by their rounding
+    errors, and a proof compares these parameters by absolute differences."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a config that is no class of model sections, or whose `family` is another."""

@@ -428,7 +428,7 @@ class Port:
         """The first recorded tensor that float32 costs one side far more than the other."""
         ours, theirs = zip(single, double, strict=True)
         limit, rounding = levels.LIMIT["float32"], levels.ROUNDING["float32"]
-        looks = (bisect.cost(ours, theirs, step, limit, (rounding, rounding), False) for step in recorded)
+        looks = (bisect.cost(ours, theirs, step, limit, (rounding, rounding)) for step in recorded)
         return next(filter(None, looks), None)
 
     def look(self, folder: Path, step: int, findings: Findings, pair: tuple[str, str]) -> Divergence | None:

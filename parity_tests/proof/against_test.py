@@ -42,8 +42,8 @@ MESHES = {
 }
 
 
-def failed(a: Run, b: Run, model: str) -> list[str]:
-    noise = levels.Noise(a, a, zero_gradient=model == "gpt2")
+def failed(a: Run, b: Run) -> list[str]:
+    noise = levels.Noise(a, a, a.zero_gradients)
     return [check.name for check in levels.agreement("mathematics", "", a, b, noise) if not check.holds]
 
 
@@ -52,7 +52,7 @@ def test_transformers_trains_the_same(runs: Runs, model: str, mesh: str) -> None
     """Qwen3 (with a window and Llama 3's rotation) and GPT-2 in float64 agree as closely as our twin."""
     ours = runs(JAX, model, ONE | RECORD)
     theirs = runs("transformers", model, MESHES[mesh] | RECORD | {"train.accumulation": 2})
-    assert_same_training(ours, theirs, model)
+    assert_same_training(ours, theirs)
 
 
 @pytest.mark.slow
@@ -62,25 +62,25 @@ def test_a_mixture_of_transformers_trains_the_same(mixed: Runs, model: str, mesh
     found."""
     ours = mixed(JAX, model, ONE | RECORD | {"model.capacity": 0})
     theirs = mixed("transformers", model, MESHES[mesh] | RECORD | {"model.capacity": 0})
-    assert_same_training(ours, theirs, model)
+    assert_same_training(ours, theirs)
     wrong = mixed(JAX, model, ONE | RECORD | {"model.capacity": 0, "model.balance": 0.0500001})
-    assert "loss" in failed(wrong, theirs, model)
+    assert "loss" in failed(wrong, theirs)
 
 
-def assert_same_training(ours: Run, theirs: Run, model: str) -> None:
-    assert failed(ours, theirs, model) == []
+def assert_same_training(ours: Run, theirs: Run) -> None:
+    assert failed(ours, theirs) == []
     assert [check for check in counted(theirs) if not check.holds] == []
     for step in (1, STEPS):
-        errors = bisect.errors(ours, theirs, step, zero_gradient=model == "gpt2")
+        errors = bisect.errors(ours, theirs, step, ours.zero_gradients)
         assert sum(name.startswith("activation/") for name in errors) >= 20 and "activation/logits" in errors
-        assert bisect.exact(ours, theirs, step, 1e-10, model == "gpt2") is None
+        assert bisect.exact(ours, theirs, step, 1e-10, ours.zero_gradients) is None
 
 
 def test_a_mistake_is_seen_against_transformers(runs: Runs) -> None:
     wrong = runs(JAX, "llama", ONE | RECORD | {"optimizer.eps": 1e-7})
     theirs = runs("transformers", "llama", MESHES["fsdp"] | RECORD)
-    assert "loss" in failed(wrong, theirs, "llama")
-    found = bisect.exact(wrong, theirs, 1, 1e-10, zero_gradient=False)
+    assert "loss" in failed(wrong, theirs)
+    found = bisect.exact(wrong, theirs, 1, 1e-10)
     assert found and found.tensor == "weights/embed.weight"
 
 

@@ -205,7 +205,7 @@ def clip(e: Evidence) -> Seen:
     if applied is False:
         return step, f"{SECOND} of {e.theirs.side} adds up as if the clip of {limit:g} were not applied"
     first, second = e.sizes(FIRST), e.sizes(SECOND)
-    names = [name for name in first.keys() & second.keys() if not name.endswith(compare.ZERO_GRADIENT)]
+    names = [name for name in first.keys() & second.keys() if not name.endswith(e.zero_gradients)]
     if not names:
         return None
     m, v = (np.array([kind[name] for name in names]) for kind in (first, second))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config.optimizer import ALL, OPTIMIZERS, UpdateRule
+from jaxdist.config.registry import FAMILIES
 from parity_tests.proof import batches, levels, nearness
 from parity_tests.proof.bisect import STAGES, Divergence
 from parity_tests.proof.causes import Diagnosis, causes, diagnose, of_parting, schedule
@@ -272,7 +273,7 @@ def test_a_run_with_the_other_gelu_is_named_by_the_nearer_one(
         run if kept else replace(run, gradients={}) for run in (small[0], small[1], other, theirs)
     )
     pair: Any = (ours, theirs)
-    (check,) = nearness.nearer(pair, exact, other, "model.gelu = exact", (compare.ZERO_GRADIENT,))  # type: ignore[arg-type]
+    (check,) = nearness.nearer(pair, exact, other, "model.gelu = exact", FAMILIES["gpt2"].zero_gradients)  # type: ignore[arg-type]
     assert check.holds is holds and (check.of == "gradients at step 1" or not kept), check
     assert not list(nearness.nearer(pair, exact, exact, "none", ()))  # type: ignore[arg-type]
     told = diagnose(

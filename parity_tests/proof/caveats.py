@@ -26,8 +26,8 @@ def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, 
     if proof.exact and levels.judged_until(checks) > 1:  # what rounding hides of later steps, float64 has excluded
         found.pop("precision", None)
     if not proof.exact and not proof.noisy and "precision" not in found:
-        decay = proof.experiment.optimizer.weight_decay
-        if reason := levels.hardly_moved(proof.pair("policy"), proof.double, proof.started, decay, proof.still):
+        decay, still = proof.experiment.optimizer.weight_decay, proof.zero_gradients
+        if reason := levels.hardly_moved(proof.pair("policy"), proof.double, proof.started, decay, still):
             found["precision"] = reason
     yield from found.items()
     if step := proof.overflows_by_chance:
@@ -89,19 +89,19 @@ def not_compared(proof: "Proof") -> list[str]:
 
 def hidden(proof: "Proof") -> list[str]:
     """Fields of which float32's noise would hide another value, a tenth of it, and what may be decayed or not."""
-    ours, exact = proof.done[JAX, "policy"], proof.double[0]
+    ours, exact, still = proof.done[JAX, "policy"], proof.double[0], proof.zero_gradients
     others = {kind: proof.done[JAX, kind] for kind in OTHERS if (JAX, kind) in proof.done}
     found = [
         f"{OTHERS[kind]}.{kind} (a tenth is within the noise of float32)"
         for kind, other in others.items()
-        if levels.within_noise(other, ours, exact, proof.still)
+        if levels.within_noise(other, ours, exact, still)
     ]
-    if proof.other_gelu and not nearness.furthest_apart(proof.other_gelu, proof.pair("policy"), exact, proof.still):
+    if proof.other_gelu and not nearness.furthest_apart(proof.other_gelu, proof.pair("policy"), exact, still):
         found.append(f"{proof.named_gelu} (within the noise of float32)")
     if proof.exact or proof.noisy:
         return found
     decay = proof.experiment.optimizer.weight_decay
-    kinds = levels.decay_hidden(proof.pair("policy"), proof.double, proof.started, decay, proof.still)
+    kinds = levels.decay_hidden(proof.pair("policy"), proof.double, proof.started, decay, still)
     return found + [f"weight decay of {kind} (within the noise of float32)" for kind in kinds]
 
 

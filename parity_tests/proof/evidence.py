@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxdist.config.registry import FAMILIES
 from parity_tests.proof import digits
 from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.gradients import Alone, differing, multiples, standing_out
@@ -74,6 +75,11 @@ class Evidence:
     narrow: str = ""  # what theirs computes in a narrower dtype than the policy says
     given: bool = False  # whether theirs is a run that was made from the given weights
     costly: str = ""  # what the policy costs one side more than the other, where the float64 runs agree
+
+    @property
+    def zero_gradients(self) -> tuple[str, ...]:
+        """Endings of the names of parameters that rounding alone moves."""
+        return FAMILIES[self.ours.experiment.model.family].zero_gradients
 
     @cached_property
     def apart(self) -> dict[str, np.ndarray]:
@@ -161,7 +167,10 @@ class Evidence:
     @cached_property
     def alone(self) -> Alone | None:
         """The tensors whose moments at the end differ far more than all others' do."""
-        tensors = {kind: list(self.states(kind)) for kind in ("exp_avg", "momentum_buffer", "exp_avg_sq")}
+        tensors = {
+            kind: [tensor for tensor in self.states(kind) if not tensor[0].endswith(self.zero_gradients)]
+            for kind in ("exp_avg", "momentum_buffer", "exp_avg_sq")
+        }
         return standing_out({kind: found for kind, found in tensors.items() if found})
 
     @cached_property

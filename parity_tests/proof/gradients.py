@@ -54,7 +54,7 @@ def standing_out(moments: Mapping[str, Iterable[tuple[str, np.ndarray, np.ndarra
     """
     by_kind: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
     for kind, tensors in moments.items():
-        kept = {name: (x, y) for name, x, y in tensors if not name.endswith(compare.ZERO_GRADIENT)}
+        kept = {name: (x, y) for name, x, y in tensors}
         least = NOTHING * compare.length([x for x, _ in kept.values()])
         by_kind[kind] = {name: pair for name, pair in kept.items() if np.linalg.norm(pair[0]) > least}
     first = next(iter(by_kind.values()), {})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Optimizer
+from jaxdist.config.registry import FAMILIES
 from parity_tests.proof import levels
 from parity_tests.proof.digits import states
 from parity_tests.proof.levels import DRIFT, FEWEST, LIMIT, WIDEST, WIDEST_NOISY
@@ -194,7 +195,7 @@ def test_weights_that_rounding_moves_are_no_yardstick() -> None:
     def found(**wrong: Any) -> set[str]:
         policy: Any = Biased(vectors=NOISE, bias=0.9), replace(Biased(vectors=NOISE, draw=1, bias=-0.9), **wrong)
         double: Any = Biased(), Biased()
-        checks = list(levels.precision(policy, double, "float32", still=[compare.ZERO_GRADIENT]))
+        checks = list(levels.precision(policy, double, "float32", still=FAMILIES["gpt2"].zero_gradients))
         assert {c.name: c.widest for c in checks}[f"cost to {levels.ROUNDED}"] == 0
         return {check.name for check in checks if not check.holds}
 
@@ -297,7 +298,7 @@ class Gradients(StubRun):
 
 
 def agreement(a: StubRun, b: StubRun, perturbed: StubRun) -> dict[str, Check]:
-    noise = levels.Noise(a, perturbed, zero_gradient=False)  # type: ignore[arg-type]
+    noise = levels.Noise(a, perturbed)  # type: ignore[arg-type]
     return {check.name: check for check in levels.agreement("mathematics", "", a, b, noise)}  # type: ignore[arg-type]
 
 
@@ -348,7 +349,8 @@ def schedules(right: Optimizer, wrong: Optimizer, steps: int) -> Check:
 
     with jax.enable_x64(True):
         ours = jax_metrics.schedule(right, steps)
-    a, b = (StubRun(summary={"schedule": told}) for told in (ours, torch_metrics.schedule(wrong, steps)))
+    both = (ours, torch_metrics.schedule(wrong, steps))
+    a, b = (StubRun(summary={"schedule": {str(step): rate for step, rate in rates.items()}}) for rates in both)
     return agreement(a, b, a)[levels.SCHEDULE]
 
 

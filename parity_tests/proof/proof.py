@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, TrainingError
+from jaxdist.config.registry import FAMILIES
 from jaxdist.convert.kinds.hf import read_hf
 from jaxdist.families import models
 from jaxdist.parallel.sharding import ParamSpec
@@ -148,13 +149,9 @@ class Proof:
         return {"accumulation": parts} if parts else None
 
     @property
-    def zero_gradient(self) -> bool:
-        return self.experiment.model.family == "gpt2"
-
-    @property
-    def still(self) -> tuple[str, ...]:
+    def zero_gradients(self) -> tuple[str, ...]:
         """Suffixes of weights that only rounding moves."""
-        return (compare.ZERO_GRADIENT,) if self.zero_gradient else ()
+        return FAMILIES[self.experiment.model.family].zero_gradients
 
     def needed(self) -> list[tuple[str, str]]:
         """(side, kind) of every run, in the order in which they are made."""
@@ -281,7 +278,7 @@ class Proof:
 
     @property
     def noise(self) -> levels.Noise:
-        return levels.Noise(self.done[JAX, "one"], self.done[JAX, "perturbed"], self.zero_gradient)
+        return levels.Noise(self.done[JAX, "one"], self.done[JAX, "perturbed"], self.zero_gradients)
 
     @property
     def bounds(self) -> dict[int, float]:
@@ -325,9 +322,9 @@ class Proof:
             yield from levels.agreement(level, what, self.done[a], self.done[b], self.noise)
         policy = self.pair("policy")
         if not self.overflows_by_chance:
-            yield from levels.precision(policy, self.double, self.experiment.precision.compute, self.still)
+            yield from levels.precision(policy, self.double, self.experiment.precision.compute, self.zero_gradients)
         if self.other_gelu:
-            yield from nearness.nearer(policy, self.double[0], self.other_gelu, self.named_gelu, self.still)
+            yield from nearness.nearer(policy, self.double[0], self.other_gelu, self.named_gelu, self.zero_gradients)
         for run, run64 in zip(policy, self.double, strict=True):
             yield levels.numbers(run)
             for narrow in digits.narrow(run, run64, self.experiment.precision):
@@ -435,7 +432,7 @@ class Proof:
     def look(self, comparison: Comparison, start: Path, steps: list[int]) -> list[Divergence | None]:
         """First difference of two float64 runs in each of `steps`."""
         a, b = (self.recorded(key, steps, start) for key in (comparison.a, comparison.b))
-        return [bisect.exact(a, b, s, self.noise.most(s), self.zero_gradient) for s in steps if s in b.records]
+        return [bisect.exact(a, b, s, self.noise.most(s), self.zero_gradients) for s in steps if s in b.records]
 
     def look_at_policy(self, start: Path, steps: list[int]) -> list[Divergence | None]:
         """First tensor, in each of `steps`, in which one side loses more than the policy explains."""
@@ -449,4 +446,4 @@ class Proof:
         limit = levels.LIMIT[precision.compute]
         roundings = levels.ROUNDING[precision.compute], levels.ROUNDING[precision.parameters]
         common = [step for step in steps if step in b[0].records]
-        return [bisect.cost(a, b, step, limit, roundings, self.zero_gradient) for step in common]
+        return [bisect.cost(a, b, step, limit, roundings, self.zero_gradients) for step in common]

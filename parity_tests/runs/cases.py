@@ -73,7 +73,10 @@ EXPERT_MESHES: dict[str, dict[str, Any]] = {
 }
 
 # Four layers, so that each of two stages can have two parts.
-DEEP = {f"{name}, 4 layers": MODELS[name] | {"layers": 4, "tied": name == "gpt2"} for name in ("llama", "gpt2")}
+DEEP = {
+    "llama, 4 layers": MODELS["llama"] | {"layers": 4, "tied": False},
+    "gpt2, 4 layers": MODELS["gpt2"] | {"layers": 4, "tied": True},
+}
 
 INTERLEAVED = {"parallel.pipeline_schedule": "Interleaved1F1B", "parallel.virtual_stages": 2}
 PIPELINES: dict[str, dict[str, Any]] = {

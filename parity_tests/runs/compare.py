@@ -14,10 +14,6 @@ FLOOR = {"loss": LOSS, "grad_norm": GRAD_NORM, "learning_rate": LOSS}  # by fiel
 PERTURBATION = 64 * 2.0**-53  # of the starting weights, to see what becomes of rounding: a sum of 4096 terms
 K = 4  # a run may leave the other's by k times what both lose against their own float64 runs
 
-# GPT-2's key bias shifts all of a query's scores alike, so its true gradient is zero. What either side computes is
-# rounding, of which Adam makes steps of at most lr·|g|/eps. Such tensors are compared absolutely.
-ZERO_GRADIENT = "attention.k_proj.bias"
-
 
 def rounding(dtype: str) -> float:
     """Half of what lies between 1 and the next number of a floating-point dtype: 2^-24 of "float32"."""
@@ -93,17 +89,21 @@ def furthest(values: np.ndarray, bounds: np.ndarray) -> tuple[float, float]:
     return float(values[place]), float(bounds[place])
 
 
-def states(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], zero_gradient: bool = False) -> dict[str, float]:
+def states(
+    a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], zero_gradients: Sequence[str] = ()
+) -> dict[str, float]:
     """Relative difference of each tensor by name; infinite for one that is missing on a side.
 
-    With `zero_gradient` (GPT-2), the difference of key biases and their moments is absolute.
+    The difference of parameters whose names end in one of `zero_gradients`, and of their moments, is absolute: either
+    side computes rounding errors there, of which Adam makes steps of at most lr·|g|/eps.
     """
     differences = {}
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
             differences[name] = float("inf")
         else:
-            differences[name] = (absolute if zero_gradient and ZERO_GRADIENT in name else relative)(a[name], b[name])
+            measure = absolute if name.endswith(tuple(zero_gradients)) else relative
+            differences[name] = measure(a[name], b[name])
     return differences
 
 

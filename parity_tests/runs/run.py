@@ -18,6 +18,7 @@ from jaxdist.config import AXES, ConfigError, Experiment, check_shapes, read_rec
 from jaxdist.config.errors import nearest
 from jaxdist.config.optimizer import ALL, ParamRole
 from jaxdist.config.record import record_kinds
+from jaxdist.config.registry import FAMILIES
 from jaxdist.families import models
 from jaxdist.runs.checkpoints import newest
 from jaxdist.runs.folder import read_metrics
@@ -120,6 +121,11 @@ class Run:
     def experiment(self) -> Experiment:
         """The resolved config."""
         return load(self.path / "config.toml", {}, "--against")
+
+    @property
+    def zero_gradients(self) -> tuple[str, ...]:
+        """Endings of the names of parameters whose true gradient is zero."""
+        return FAMILIES[self.experiment.model.family].zero_gradients
 
     def check(self) -> None:
         """Raises ConfigError unless the folder holds a whole run that can be compared, all of its numbers finite."""

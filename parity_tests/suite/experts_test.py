@@ -25,7 +25,7 @@ def check(mixed: Runs, record: Record, model: str, mesh: str) -> None:
     one = {name: value for name, value in EXPERT_MESHES[mesh].items() if name == "train.accumulation"}
     alone = mixed("torch_ref", model, {"mesh": "1x1"} | one)
     assert len(jax.metrics) == STEPS
-    record(FIGURES, {"model": model, "mesh": "expert", "variant": mesh, **measured(jax, torch, model)})
+    record(FIGURES, {"model": model, "mesh": "expert", "variant": mesh, **measured(jax, torch)})
     assert worst(jax, torch) <= 1 and worst(jax, alone) <= 1 and worst(torch, alone) <= 1
     for made in (jax, torch):
         assert misplaced(made) == []

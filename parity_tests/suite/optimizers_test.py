@@ -59,7 +59,7 @@ def check(runs: Runs, name: str, mesh: str) -> None:
     assert len(ours.metrics) == STEPS
     theirs = {other: runs("torch_ref", "llama", settings(name, other)) for other in (mesh, "1x1")}
     for other, made in theirs.items():
-        found = differences(ours, made, "llama")
+        found = differences(ours, made)
         assert max(found.values()) <= 1, (other, found)
     for made in (ours, theirs[mesh]):
         assert misplaced(made) == []
@@ -123,7 +123,7 @@ def test_float64_grid(runs: Runs, name: str, mesh: str) -> None:
 
 def caught(runs: Runs, name: str) -> None:
     right = runs("jaxdist", "llama", settings(name, "1x1"))
-    found = differences(right, runs("torch_ref", "llama", settings(name, "1x1") | MISTAKES[name]), "llama")
+    found = differences(right, runs("torch_ref", "llama", settings(name, "1x1") | MISTAKES[name]))
     assert max(found.values()) > 1
 
 

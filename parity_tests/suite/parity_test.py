@@ -9,6 +9,7 @@ import pytest
 
 from jaxdist.config import Experiment, Memory
 from jaxdist.config.experiment import read_toml
+from jaxdist.config.registry import FAMILIES
 from jaxdist.conftest import often
 from jaxdist.families import models
 from parity_tests.conftest import FIGURES, STEPS, Collectives, Runs, as_if_on, counted
@@ -75,9 +76,9 @@ def of_llama(cases: Iterable[tuple[str, ...]]) -> list[Any]:
     return [pytest.param(*c, marks=[pytest.mark.slow] if LATER["llama"].keys() & {*c} else []) for c in cases]
 
 
-def differences(a: Run, b: Run, model: str) -> dict[str, float]:
+def differences(a: Run, b: Run) -> dict[str, float]:
     """Largest difference of each kind, over its bound of the contract: equivalent when none exceeds 1."""
-    states = compare.states(a.states, b.states, zero_gradient=model == "gpt2")
+    states = compare.states(a.states, b.states, a.zero_gradients)
     return {
         "loss": compare.curve(a.metrics, b.metrics, "loss").max() / compare.LOSS,
         "grad_norm": compare.curve(a.metrics, b.metrics, "grad_norm").max() / compare.GRAD_NORM,
@@ -86,9 +87,9 @@ def differences(a: Run, b: Run, model: str) -> dict[str, float]:
     }
 
 
-def measured(a: Run, b: Run, model: str) -> dict[str, str]:
+def measured(a: Run, b: Run) -> dict[str, str]:
     """What the closing table shows: relative differences, JAX against torch, and bytes sent per device and step."""
-    states = compare.states(a.states, b.states, zero_gradient=model == "gpt2")
+    states = compare.states(a.states, b.states, a.zero_gradients)
     kinds = {
         kind: max(v for name, v in states.items() if name.startswith(kind + "/")) for kind in ("weights", "exp_avg")
     }
@@ -111,8 +112,8 @@ def check(
 ) -> None:
     a, b = (runs(side, model, given or settings(mesh, variant)) for side in ("jaxdist", "torch_ref"))
     assert len(a.metrics) == STEPS
-    found = differences(a, b, model)
-    record(FIGURES, {"model": model, "mesh": mesh, "variant": variant or "", **measured(a, b, model)})
+    found = differences(a, b)
+    record(FIGURES, {"model": model, "mesh": mesh, "variant": variant or "", **measured(a, b)})
     assert max(found.values()) <= 1, found
 
 
@@ -132,7 +133,7 @@ def test_float64_grid(runs: Runs, record_property: Record, model: str, mesh: str
 def test_planted_mistakes_are_caught(runs: Runs, mistake: str) -> None:
     """The comparison above fails on each of them: on the loss curve, and on the states by themselves."""
     wrong = runs("torch_ref", "llama", settings("1x1", None, **MISTAKES[mistake]))
-    found = differences(runs("jaxdist", "llama", usual("llama", "1x1")), wrong, "llama")
+    found = differences(runs("jaxdist", "llama", usual("llama", "1x1")), wrong)
     assert found.pop("loss") > 1
     found.pop("grad_norm"), found.pop("learning_rate")
     assert max(found.values()) > 1
@@ -381,7 +382,7 @@ def test_the_verdict_names_another_strategy(runs: Runs, experiments: dict[str, P
 def test_a_mistake_on_a_mesh_is_caught_in_gpt2(runs: Runs) -> None:
     given = usual("gpt2", "sequence")
     wrong = runs("torch_ref", "gpt2", given | {"model.norm_eps": 1e-6})
-    found = differences(runs("jaxdist", "gpt2", given), wrong, "gpt2")
+    found = differences(runs("jaxdist", "gpt2", given), wrong)
     assert found["loss"] > 1 and found["grad_norm"] > 1
 
 
@@ -390,5 +391,5 @@ def test_a_mistake_on_a_mesh_is_caught_in_gpt2(runs: Runs) -> None:
 def test_no_state_is_passed_over(name: str, wrong: np.ndarray) -> None:
     """A NaN, another shape or another value, also where the true gradient is zero and the comparison absolute."""
     right = {"weights/a": np.ones(2), name: np.zeros(4), "weights/z": np.ones(2)}
-    found = compare.states(right | {name: wrong}, right, zero_gradient=True)
+    found = compare.states(right | {name: wrong}, right, FAMILIES["gpt2"].zero_gradients)
     assert compare.worst(found)[0] == name and compare.worst(found)[1] >= 1

@@ -21,7 +21,7 @@ def check(mixed: Runs, record: Record, model: str, mesh: str) -> None:
     jax, torch = (mixed(side, model, PIPELINES[mesh]) for side in SIDES)
     alone = mixed("torch_ref", model, {"mesh": "1x1"})
     assert len(jax.metrics) == STEPS
-    record(FIGURES, {"model": model, "mesh": "pipeline", "variant": mesh, **measured(jax, torch, model.split(",")[0])})
+    record(FIGURES, {"model": model, "mesh": "pipeline", "variant": mesh, **measured(jax, torch)})
     found = worst(jax, torch), worst(jax, alone), worst(torch, alone)
     assert max(found) <= 1, found
     for made in (jax, torch):

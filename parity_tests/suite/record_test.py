@@ -51,9 +51,9 @@ def test_both_sides_record_the_same(runs: Runs, model: str, settings: dict[str, 
         kept = {key for key in a.records[step] if not key.startswith("scalar/")}
         # torch calls a module for learned positions, JAX adds their table
         assert kept == b.records[step].keys()
-        found = bisect.errors(a, b, step, zero_gradient=model == "gpt2")
+        found = bisect.errors(a, b, step, a.zero_gradients)
         assert len(found) == len(kept) + 3 and max(found.values()) < NOISE, found
-        assert bisect.exact(a, b, step, NOISE, model == "gpt2") is None
+        assert bisect.exact(a, b, step, NOISE, a.zero_gradients) is None
 
 
 @pytest.mark.parametrize("field", often(CULPRITS, CULPRITS.keys() - ALIKE))
@@ -61,9 +61,9 @@ def test_the_first_tensor_is_named(runs: Runs, field: str) -> None:
     value, culprit, step = CULPRITS[field]
     right = runs("jaxdist", "llama", MESHES["1x1"] | RECORD)
     wrong = runs("torch_ref", "llama", MESHES["1x1"] | RECORD | {field: value})
-    found = bisect.exact(right, wrong, step, NOISE, zero_gradient=False)
+    found = bisect.exact(right, wrong, step, NOISE)
     assert found and found.tensor == culprit and found.before < 1e-13
-    later = bisect.exact(right, wrong, 3, NOISE, zero_gradient=False)
+    later = bisect.exact(right, wrong, 3, NOISE)
     assert later and later.tensor.startswith(("start/", "batch/"))
 
 

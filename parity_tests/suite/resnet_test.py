@@ -81,7 +81,7 @@ def check(imaged: Imaged, record: Record, name: str, settings: dict[str, Any]) -
     one = imaged("torch_ref", alone(settings))
     assert len(jax.metrics) == STEPS and any(tensor.endswith("running_var") for tensor in jax.states)
     if "optimizer.name" not in settings:
-        record(FIGURES, {"model": "resnet", "mesh": name, "variant": "", **measured(jax, torch, "resnet")})
+        record(FIGURES, {"model": "resnet", "mesh": name, "variant": "", **measured(jax, torch)})
     assert worst(jax, torch) <= 1 and worst(jax, one) <= 1 and worst(torch, one) <= 1
     for made in (jax, torch):
         assert misplaced(made) == []
@@ -91,7 +91,7 @@ def test_float64(imaged: Imaged, record_property: Record) -> None:
     check(imaged, record_property, "fsdp, accumulation", QUICK)
     jax, torch = (imaged(side, QUICK) for side in SIDES)
     for step in (1, 3):  # with what each microbatch was normalized to
-        errors = bisect.errors(jax, torch, step, zero_gradient=False)
+        errors = bisect.errors(jax, torch, step)
         assert any(name.startswith("activation_gradient/") for name in errors) and max(errors.values()) < 1e-10
 
 

@@ -30,6 +30,7 @@ from safetensors.numpy import load_file, save_file
 from jaxdist.command_line.arguments import Parser, user_path
 from jaxdist.config import ConfigError, Experiment, TrainingError, exit_codes
 from jaxdist.config.errors import nearest, writes_to
+from jaxdist.config.registry import FAMILIES
 from jaxdist.runs.display import console, say
 from jaxdist.runs.folder import check_writable
 from parity_tests.proof import levels
@@ -187,8 +188,8 @@ class Benchmark:
             changes = CONFIGURATIONS[configuration]
             values = {s: BASE.get(s, {}) | changes.get(s, {}) for s in BASE.keys() | changes.keys()}
             values |= {s: changes[s] for s in ("model", "precision") if s in changes}
-            family = values["model"]["family"]
-            values["data"] |= {"path": str(self.images if family == "resnet" else self.documents)}
+            input_kind = FAMILIES[values["model"]["family"]].config.input_kind
+            values["data"] |= {"path": str(self.images if input_kind == "images" else self.documents)}
             experiment = Experiment.parse(values, source=configuration)
             reference = configuration if configuration in MAKER else "torch"
             folder = self.folder / "right" / configuration

@@ -13,8 +13,7 @@ def worst(a: Run, b: Run) -> float:
     found = [compare.curve(a.metrics, b.metrics, field).max() / bound for field, bound in curves.items()]
     return max(
         *found,
-        compare.worst(compare.states(a.states, b.states, zero_gradient=a.experiment.model.family == "gpt2"))[1]
-        / compare.STATE,
+        compare.worst(compare.states(a.states, b.states, a.zero_gradients))[1] / compare.STATE,
     )
 
 

@@ -25,6 +25,7 @@ TABLES = {
         "torch_folder",
     ),
 }
+PLAIN = "llama"  # the configuration without any changes
 FOLDER = "run folder"  # the configuration of `--against RUN_DIR`
 NONE_IN_FLOAT32 = {"torch_ref.softmax_in_float32", "torch_ref.norms_in_float32"}
 KNOWN: dict[str, "Mistake"] = {}  # filled by `mistake` as the tables are imported
@@ -49,8 +50,7 @@ class Mistake:
 
 # No mistake, planted like one: what it is detected by is a false alarm.
 NOTHING = {
-    side: Mistake(f"{side}.nothing", side, "llama", "", (), "The code is left as it is.", lambda: None)
-    for side in TABLES
+    side: Mistake(f"{side}.nothing", side, PLAIN, "", (), "The code is left as it is.", lambda: None) for side in TABLES
 }
 
 
@@ -81,7 +81,7 @@ def in_a_folder(rows: Iterable[Mistake]) -> Iterator[Mistake]:
     """Torch's mistakes of one device once more, in a run in float32 that is all there is of the other side, so that
     the float64 levels have nothing to compare."""
     for row in rows:
-        on_one_device = (row.side, row.configuration, row.level) == ("torch_ref", "llama", "mathematics")
+        on_one_device = (row.side, row.configuration, row.level) == ("torch_ref", PLAIN, "mathematics")
         if on_one_device and row.name not in NONE_IN_FLOAT32:
             yield replace(row, name=f"{row.name}_in_a_run_folder", configuration=FOLDER, level="precision")
 
