@@ -151,7 +151,7 @@ def test_torch_ref_imports_neutral_rooms_alone() -> None:
 TORCH_FILES = {
     *("torch_files.py", "torch_leaves.py", "torch_own.py", "torch_parts.py", "torch_records.py", "torch_zip.py"),
     *("torch_compat.py", "torch_numpy.py", "boxes.py", "dcp_files.py", "assembled.py", "deepspeed_folders.py"),
-    "rules.py",  # applies optimizers
+    "rules.py",  # in optimizers/
 }
 HF_REFERENCE = "hf_reference.py"  # also in convert/: logits of another implementation, for --verify
 

@@ -12,7 +12,7 @@ COMPAT = {"jaxdist/runtime/compat.py", "jaxdist/convert/kinds/torch_compat.py", 
 OURS = {"jaxdist", "torch_ref", "parity_tests"}
 # Private names of named tuples, os and sys.
 PUBLIC = {"_asdict", "_fields", "_field_defaults", "_make", "_replace", "_exit", "_getframe"}
-# Modules that use private names of neither JAX nor torch.
+# Private names of packages other than JAX and torch, by module.
 OTHERS = {
     # fields of transformers' configs
     "jaxdist/convert/hf_reference.py": {"_attn_implementation", "_experts_implementation"},

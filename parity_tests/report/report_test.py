@@ -254,7 +254,7 @@ def browse(page: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def seen(page: str, folder: Path) -> list[str]:
-    """What the browser found: number of figures at each width, layout errors, console messages."""
+    """Findings of the browser: number of figures at each width, layout errors, console messages."""
     frame = '<iframe width="{}" height="900" srcdoc="{}"></iframe>'
     frames = "".join(frame.format(width, html.escape(page)) for width in WIDTHS)
     onload = MEASURE.replace("<script>", "<script>addEventListener('load', () => {").replace("</script>", "})</script>")

@@ -27,7 +27,7 @@ def states(value: float) -> dict[str, np.ndarray]:
 
 
 def folder(path: Path, recorded: tuple[int, ...] = (STEPS,), **summary: Any) -> Run:
-    """A run of two steps that keeps the states of `kept` steps, filled with the step's number."""
+    """A run of two steps that keeps the states of the `recorded` steps, filled with the step's number."""
     experiment = Experiment.parse({"train": {"steps": STEPS}}, source="test")
     kept = RunFolder(path, experiment)
     kept.create(experiment)

@@ -1,4 +1,4 @@
-"""The loss in chunks: both sides cut a microbatch's tokens at the same places."""
+"""The loss in chunks: both sides split a microbatch's tokens at the same places."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from torch_ref.families import loss as torch_loss
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("chunks", [7, 4, 6, 14])  # the last full; filled up; nothing else; one token each
+@pytest.mark.parametrize("chunks", [7, 4, 6, 14])  # last chunk full; padded; empty; one token each
 def test_both_sides_have_the_same_chunks(chunks: int) -> None:
     targets = np.arange(14).reshape(2, 7)
     ours = loss.chunked(jnp.asarray(targets), chunks).tolist()

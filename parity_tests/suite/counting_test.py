@@ -1,4 +1,4 @@
-"""What a run counts: each sequence of its validation split once, and tokens with and without padding."""
+"""Counts of a run: each sequence of its validation split once, and tokens with and without padding."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,12 @@ from parity_tests.suite.kill_test import TINY
 
 pytestmark = pytest.mark.long
 
-DOCUMENTS = 61  # of which 55 are trained on, and 6 validate
+DOCUMENTS = 61  # 55 to train on, 6 to validate
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_run_counts_as_evaluate_does(side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In batches of 4, of which the second of the validation split is filled up; documents are padded."""
+    """Batches of 4, so the validation split's second is filled up; documents are padded."""
     lengths = [3 + n * n % 13 for n in range(DOCUMENTS)]
     lines = [json.dumps({"text": chr(97 + n % 26) * length}) for n, length in enumerate(lengths)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""What data files bring, by the command line of either side: both share the reader, so the right value is the test."""
+"""Data files through the command line of either side: as both share the reader, the values themselves are checked."""
 
 import pickle
 from pathlib import Path
@@ -25,7 +25,7 @@ TINY = [
 @pytest.mark.long
 @pytest.mark.parametrize("side", MAIN)
 def test_a_folder_of_ids_and_its_content_in_another_order(tmp_path: Path, side: str) -> None:
-    """nanoGPT's folder, of ids that two bytes do not hold; exchanged halves of a file are other data."""
+    """nanoGPT's folder with ids beyond two bytes; swapping halves of a file makes other data."""
     folder, random = tmp_path / "data", np.random.default_rng(0)
     folder.mkdir()
     ids = random.integers(0, 70_000, 4 * 32 + 1).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's own mixtures save is refused by name, on both sides and by convert."""
+"""Checkpoints of DeepSpeed's own mixtures are refused by name, on both sides and by convert."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ READERS: list[Callable[[Path], Any]] = [
 
 
 def universal_mixture(folder: Path, older: bool) -> Path:
-    """A universal checkpoint of one, to which `ds_to_universal` copies the files of its experts."""
+    """A universal checkpoint of a mixture, into which `ds_to_universal` copies the experts' files."""
     tag = universal(folder / "universal", Trained(folder / "universal"))
     for file in mixture(folder, True, older).glob("*expert_*"):
         shutil.copy(file, tag)
@@ -36,7 +36,7 @@ def universal_mixture(folder: Path, older: bool) -> Path:
 
 
 def mixture(folder: Path, zero: bool, older: bool) -> Path:
-    """What DeepSpeed's own mixture saves: each expert of each layer in a file of its own."""
+    """A checkpoint of DeepSpeed's mixture: a file for each expert of each layer."""
     trained, tag = Trained(folder), folder / "run/global_step3"
     tag.mkdir(parents=True)
     torch.save(trained.engine(trained.groups, 1), tag / "mp_rank_00_model_states.pt")
@@ -60,7 +60,7 @@ LAYOUTS: dict[str, Callable[[Path, bool], Path]] = {
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mixture_of_deepspeed_is_refused_by_name(layout: str, older: bool, tmp_path: Path) -> None:
-    """Also where its expert files are the only ones; one of them is called a part."""
+    """Also if only expert files are left; a single one is called a part."""
     tag = LAYOUTS[layout](tmp_path, older)
     experts = sorted(tag.glob("*expert_*"))
     says = "are experts of DeepSpeed's mixtures, which are not read; load it by DeepSpeed, save all weights under the"

@@ -1,4 +1,4 @@
-"""Runs on a disk that is full, or that takes no writes: a small tmpfs, where this process may mount one."""
+"""Runs on a full or unwritable disk: a small tmpfs, where this process may mount one."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ def train(side: str, path: Path, *arguments: str) -> "subprocess.CompletedProces
 
 
 def assert_whole(path: Path) -> list[int]:
-    """The steps of a run's checkpoints, none of which is damaged; nothing unfinished is left."""
+    """Steps of a run's checkpoints; asserts that none is damaged and that nothing is unfinished."""
     steps = steps_in(path / "checkpoints")
     assert [damage(path / "checkpoints" / str(step)) for step in steps] == [None] * len(steps)
     assert not any(UNFINISHED in entry.name for entry in (path / "checkpoints").iterdir())

@@ -1,4 +1,4 @@
-"""Rules that look at whole tensors are found by updating halves of a parameter, on both sides."""
+"""Update rules that depend on whole tensors are found by updating halves of a parameter, on both sides."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -52,12 +52,12 @@ def by_mean(o: Any, g: Any, kept: Any, step: Any, param: Any) -> Any:
 
 
 def clipped(o: Any, g: Any, kept: Any, step: Any, param: Any) -> Any:
-    """Only where the norm is large."""
+    """Depends on the whole only where the norm is large."""
     return g / jnp.maximum(jnp.linalg.norm(g), 1), kept
 
 
 def later(o: Any, g: Any, kept: Any, step: Any, param: Any) -> Any:
-    """Only through its state."""
+    """Depends on the whole only through its state."""
     m = step.select(kept["m"] + jnp.mean(g), kept["m"])
     return kept["m"] + g, {"m": m}
 
@@ -80,7 +80,7 @@ class Along(Normed):
 
 @pytest.fixture
 def plugin() -> Iterator[Callable[..., Any]]:
-    """plugin(rule, dim, ...): an optimizer of this module's, with fields of its rows `jax` and `torch`."""
+    """plugin(rule, dim, ...): registers this module's optimizer, with fields of its rows `jax` and `torch`."""
 
     def register(rule: Any = None, dim: int | None = None, **more: Any) -> Optimizer:
         row = jaxdist.UpdateRule("looks", {"m": ALL}, rule or normed)

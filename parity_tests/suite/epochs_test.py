@@ -1,4 +1,4 @@
-"""Epochs: the same sequences at the same step and row as `torch.utils.data.DistributedSampler` gives its ranks."""
+"""Epochs give the same sequences at the same step and row as `torch.utils.data.DistributedSampler` on its ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ CASES = [(12, 4), (13, 4), (15, 4), (3, 4), (7, 1)]
 @pytest.mark.parametrize(("sequences", "size"), CASES)
 @pytest.mark.parametrize("last", ["drop", "pad"])
 def test_epochs_are_those_of_the_distributed_sampler(tmp_path: Path, sequences: int, size: int, last: Any) -> None:
-    """In the order of the data to the place; shuffled, as many times in each epoch."""
+    """Unshuffled, the same places; shuffled, as many visits in each epoch."""
     if last == "drop" and sequences < size:
         with pytest.raises(ConfigError, match=r"leaves none of 3 sequences for train.batch = 4; set data.last = pad"):
             numbered(tmp_path, sequences, last=last).steps(size, 1)
@@ -56,7 +56,7 @@ def test_epochs_are_those_of_the_distributed_sampler(tmp_path: Path, sequences: 
 
 
 def test_an_epoch_goes_on_within_a_batch(tmp_path: Path) -> None:
-    """By default no sequence is left out nor met twice: the next epoch begins where one ends."""
+    """By default the next epoch starts within a batch: no sequence is dropped or repeated."""
     found = visits(numbered(tmp_path, 13), 4, epochs=2).ravel()[:26].reshape(2, 13)
     assert (np.sort(found) == np.arange(13)).all()
 

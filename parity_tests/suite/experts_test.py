@@ -21,7 +21,7 @@ SLOW = [(model, mesh) for model in MIXTURES for mesh in EXPERT_MESHES if (model,
 
 def check(mixed: Runs, record: Record, model: str, mesh: str) -> None:
     jax, torch = (mixed(side, model, EXPERT_MESHES[mesh]) for side in SIDES)
-    # One device balances the same microbatches.
+    # One device balances over the same microbatches.
     one = {name: value for name, value in EXPERT_MESHES[mesh].items() if name == "train.accumulation"}
     alone = mixed("torch_ref", model, {"mesh": "1x1"} | one)
     assert len(jax.metrics) == STEPS
@@ -45,7 +45,7 @@ def test_float64_grid(mixed: Runs, record_property: Record, model: str, mesh: st
 @pytest.mark.parametrize("mistake", [{"model.balance": 0.0499}, DROPS], ids=str)
 @pytest.mark.slow
 def test_planted_mistakes_are_caught(mixed: Runs, mistake: dict[str, Any]) -> None:
-    """A load-balance loss that is a little off, and an expert that drops what exceeds its room."""
+    """A load-balance loss that is slightly off, and an expert that drops tokens beyond its capacity."""
     wrong = mixed("torch_ref", "mixtral", {"mesh": "1x1", **mistake})
     assert worst(wrong, mixed("torch_ref", "mixtral", {"mesh": "1x1"})) > 100
 

@@ -1,4 +1,4 @@
-"""Advice to install something names an extra that the package has, and one that brings what was missing."""
+"""Each `pip install` in a message names an extra that exists and brings the missing package."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from parity_tests.imports_test import FLOORS, ROOT, source_files
 
 ADVICE = re.compile(r"pip install '?([\w-]+)(?:\[([\w,]+)\])?")
-OTHERS = {"transformers"}  # what is advised by its own name; an extra for tests has it
+OTHERS = {"transformers"}  # advised by its own name; an extra for tests has it
 
 
 def advised() -> list[tuple[str, str, str]]:
@@ -37,7 +37,7 @@ def test_each_extra_that_is_advised_exists() -> None:
         assert not extra or (package == "jaxdist" and extra in extras()), f"{file}: {package}[{extra}]"
 
 
-# A module that may be missing -> the extra that its message advises.
+# Optional module -> the extra that its message advises.
 MODULES = {
     "jaxdist/formats/kinds.py": ("torch", ["torch"]),
     "jaxdist/plan.py": ("report", ["matplotlib", "jinja2"]),
@@ -58,7 +58,7 @@ def test_an_extra_brings_what_was_missing(file: str) -> None:
 
 def test_every_advice_to_install_is_tested() -> None:
     own = {file for file, package, _ in advised() if file.endswith(".py") and package == "jaxdist"}
-    assert own == {*MODULES, "parity_tests/__main__.py"}  # which advises two at once
+    assert own == {*MODULES, "parity_tests/__main__.py"}  # this one advises two at once
     assert {package for file, package, _ in advised() if file.endswith(".py")} <= {"jaxdist", *OTHERS}
 
 

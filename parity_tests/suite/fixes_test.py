@@ -1,4 +1,4 @@
-"""The fixes that the proof's own checks give, on its command line and for transformers, are followed literally."""
+"""Fixes of the proof's own checks work when followed literally, on its command line and for transformers."""
 
 from pathlib import Path
 
@@ -25,15 +25,15 @@ def check(experiment: Experiment, _: dict[str, int]) -> None:
     ],
     ids=" ".join,
 )
-def test_what_transformers_is_not_run_with(argv: list[str]) -> None:
-    """Each fix of the first message works, but for the one that takes another reference."""
+def test_settings_that_transformers_is_not_run_with(argv: list[str]) -> None:
+    """Each fix of the first message works, except the one that takes another reference."""
     line = line_of(argv)
     first = [way for way in ways(refusal(line, check)) if "against" not in way]
     assert first
     for way in first:
         now = {name: value for name, value in (line | way).items() if value}
         while told := refusal(now, check):
-            assert told.startswith("parallel.mesh"), told  # the axis of data is named by the strategy
+            assert told.startswith("parallel.mesh"), told  # the strategy names the axis of data
             now |= next(ways(told))
 
 

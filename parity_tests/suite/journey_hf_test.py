@@ -1,5 +1,5 @@
-"""A Hugging Face folder and a JSONL file: config from the folder, trained by either side, exported, and generating in
-transformers as the folder did."""
+"""From a Hugging Face folder and a JSONL file to an export: config from the folder, training by either side, and
+transformers generates from the export."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ SENTENCES = [f"the {who} sat on the {where} and saw {n} birds. " for n, (who, wh
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Mistral in bfloat16 with a tokenizer whose end of text has a name of its own, and settings of generation."""
+    """A Mistral in bfloat16, a tokenizer whose end-of-text token has an unusual name, and generation settings."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     path = tmp_path_factory.mktemp("hf") / "model"
@@ -69,7 +69,7 @@ def companions(path: Path) -> dict[str, bytes]:
 
 
 def generated(path: Path) -> str:
-    """By the folder's own tokenizer and settings."""
+    """Text generated with the folder's own tokenizer and settings."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     ids = tokenizer("the cat sat", return_tensors="pt")
@@ -81,7 +81,7 @@ def generated(path: Path) -> str:
 def test_an_exported_run_generates_as_the_folder_that_it_began_with(
     side: str, folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At step 0 the same text from the same bits; after steps and a resume, through another format, other weights."""
+    """At step 0 the same text from the same bits; after steps, a resume and another format, other weights."""
     run, line = tmp_path / "run", ["--data.path", data, "--train.batch", 4, "--optimizer.decay", "constant"]
     said = train(side, "--init", folder, "--output", run, "--steps", 0, *line)
     assert f"{folder}/config.json: attention_dropout = 0.1: jaxdist trains without dropout" in said.replace("\n", "")
@@ -105,7 +105,7 @@ def test_an_exported_run_generates_as_the_folder_that_it_began_with(
 def test_a_folder_as_config_gives_its_tokenizer_to_the_export(
     folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of new weights, and of a model with fewer layers, which alone changes in its config.json; dtype as asked."""
+    """New weights and fewer layers: only these change in config.json, and the dtype if asked for."""
     run = tmp_path / "run"
     train("jaxdist", "--config", folder, "--model.layers", 1, "--data.path", data, "--steps", 1, "--output", run)
     convert([str(run), str(tmp_path / "out"), "--dtype", "float32"])

@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments, half of them while a checkpoint is written, and resumed each time."""
+"""Runs killed at random moments, half of them while a checkpoint is written, and resumed each time."""
 
 import os
 import random
@@ -27,12 +27,12 @@ TINY = [
     "--checkpoint.every", "7", "--checkpoint.keep", "2",
 ]  # fmt: skip
 ENDLESS = 10**6
-# After what a kill comes -> how often, of ten, and at most how many seconds later. The first step takes 5 to 10.
+# Event before a kill -> how often, of ten, and at most how many seconds later. The first step takes 5 to 10.
 MOMENTS = {"save": (5, 0.02), "step": (3, 0.4), "start": (2, 10.0)}
 
 
 def process(side: str, path: Path, steps: int) -> "subprocess.Popen[str]":
-    """A run of `steps` in a process group of its own; it begins, or continues."""
+    """Start a run of `steps`, in a process group of its own; it starts or resumes."""
     line = [sys.executable, "-m", TRAIN[side], *TINY, "--steps", str(steps), "--output", str(path), "--resume"]
     return subprocess.Popen(
         line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment()
@@ -47,13 +47,13 @@ def finished(side: str, path: Path, steps: int) -> Run:
 
 
 def logged(path: Path) -> int:
-    """The last step in metrics.jsonl."""
+    """Last step in metrics.jsonl."""
     records = read_metrics(path)
     return records[-1]["step"] if records else 0
 
 
 def moments(seed: int) -> Iterator[tuple[str, float]]:
-    """What to wait for, and the seconds to wait then."""
+    """Endless pairs: an event to wait for, and seconds to wait after it."""
     chance = random.Random(seed)
     while True:
         (moment,) = chance.choices(list(MOMENTS), [often for often, _ in MOMENTS.values()])
@@ -61,21 +61,21 @@ def moments(seed: int) -> Iterator[tuple[str, float]]:
 
 
 def wait_for(moment: str, running: "subprocess.Popen[str]", path: Path) -> None:
-    """Until the run has made a step beyond those that it found, and begun to write a checkpoint if that is wanted."""
+    """Return once the run made a new step, and is writing a checkpoint unless `moment` is a step."""
     before, deadline = None, time.monotonic() + 120
     while True:
         assert running.poll() is None, running.communicate()[1]
         assert time.monotonic() < deadline
         writing = any(UNFINISHED in entry.name for entry in (path / "checkpoints").glob("*"))
         step = logged(path) if (path / "config.toml").exists() else 0
-        before = step if before is None else min(before, step)  # it falls back to the last checkpoint first
+        before = step if before is None else min(before, step)  # a resume first goes back to the last checkpoint
         if step > before and (writing or moment == "step"):
             return
         time.sleep(0.001)
 
 
 def survive(tmp_path: Path, side: str, kills: int) -> None:
-    """Nothing is lost but the steps since the last checkpoint; weights, moments and metrics end equal to the bit."""
+    """Only steps since the last checkpoint are lost; weights, moments and metrics end equal to the bit."""
     path = tmp_path / "killed"
     for _, (moment, seconds) in zip(range(kills), moments(kills), strict=False):
         running = process(side, path, ENDLESS)

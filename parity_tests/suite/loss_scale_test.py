@@ -1,5 +1,5 @@
-"""Dynamic loss scaling against `torch.amp.GradScaler`: its rule, runs with overflows at chosen steps, and the change
-of backends between them."""
+"""Dynamic loss scaling against `torch.amp.GradScaler`: its rule, runs with overflows at chosen steps, and a change of
+backend between them."""
 
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.long
 STEPS = 13
 OVERFLOWS = {2, 3, 9}
 RULE = {"policy": "fp64", "loss_scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
-# Down after steps 2, 3 and 9, up after 6 and 12, which follow three good ones.
+# Lower after steps 2, 3 and 9, higher after 6 and 12, each after three good steps.
 SCALES = [1024, 1024, 256, 64, 64, 64, 256, 256, 256, 64, 64, 64, 256]
 
-# On one of the two ranks alone: the other has to learn of it.
+# On one of two ranks: the other must learn of it.
 OVERFLOW = f"""
 import torch.distributed as dist
 from torch_ref import train
@@ -51,7 +51,7 @@ train.train_step, optim.Optimizer.unscale = at, overflown
 
 @pytest.fixture
 def config(experiments: dict[str, Path], tmp_path: Path) -> Path:
-    """Llama on two devices under FSDP, its loss scaled."""
+    """Llama on two devices under FSDP with loss scaling."""
     from jaxdist.config.experiment import read_toml
 
     values = read_toml(experiments["llama"]) | {"precision": RULE}
@@ -73,7 +73,7 @@ def torch_run(*arguments: str) -> None:
 
 @pytest.fixture
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX's gradients overflow at the same steps, on one of the two devices."""
+    """JAX's gradients overflow at the same steps, on one of two devices."""
     gradient, accumulate = Step.gradient, Step.accumulate
 
     def at(self: Step, state: TrainState, batch: Batch) -> Any:
@@ -95,8 +95,8 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overflows_at_chosen_steps(
     config: Path, start: dict[tuple[str, str], Path], overflowing: None, tmp_path: Path
 ) -> None:
-    """Both sides have the same scales, skip the same steps, and train the same weights and moments; also where the
-    second half is run by the other side."""
+    """Both sides have the same scales, skip the same steps, and train the same weights and moments; also if the other
+    side runs the second half."""
     main(line(config, tmp_path / "jax", STEPS, "--init", str(start["jaxdist", "llama"])))
     torch_run(*line(config, tmp_path / "torch", STEPS, "--init", str(start["torch_ref", "llama"])))
     convert([str(tmp_path / "jax" / "checkpoints" / "5"), str(tmp_path / "to_torch"), "--to", "dcp"])
@@ -124,7 +124,7 @@ def test_overflows_at_chosen_steps(
 
 
 def test_a_scale_is_that_of_grad_scaler() -> None:
-    """Over a thousand steps, of which every fifth by chance overflows, through growth and the smallest scales."""
+    """Over a thousand steps, a random fifth overflowing, through growth and the smallest scales."""
     rule = Precision(policy="fp16", loss_scale=2.0**10, growth_factor=3.0, backoff_factor=0.375, growth_interval=2)
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -143,7 +143,7 @@ def test_a_scale_is_that_of_grad_scaler() -> None:
 
 
 def test_a_scale_changes_nothing_in_float64(config: Path, tmp_path: Path) -> None:
-    """It is divided out before all else."""
+    """The scale is divided out first."""
     main(line(config, tmp_path / "scaled", 3))
     main(line(config, tmp_path / "plain", 3, "--precision.loss_scale", "0"))
     scaled, plain = (Run("jaxdist", tmp_path / name) for name in ("scaled", "plain"))

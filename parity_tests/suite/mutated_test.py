@@ -1,7 +1,7 @@
-"""Mutated metadata of checkpoints, through both sides: each is read as what it was, or refused by name by both.
+"""Mutated metadata of checkpoints, through both sides: each is read as before, or refused by name by both.
 
-Bytes that are flipped or cut off, keys that are absent, twice or exchanged, absurd numbers and other types; all drawn
-from seeds. No other error may come of one, no hang, and no memory for sizes that are only claimed.
+Mutations are drawn from seeds: bytes flipped or truncated, keys missing, duplicated or swapped, absurd numbers, other
+types. None may cause another error, a hang, or an allocation for sizes that are only claimed.
 """
 
 import gc
@@ -35,8 +35,8 @@ from parity_tests.suite.source_kinds_test import LLAMA, SOURCES, as_it_is
 from parity_tests.suite.sources_test import bits, read_by_jaxdist, read_by_torch_ref
 from parity_tests.validation.mutations import damaged, mutated
 
-SECONDS = 5.0  # of the processor, for one reading
-MEMORY = 1_000_000  # KiB, by which the process may grow in all
+SECONDS = 5.0  # CPU seconds per reading
+MEMORY = 1_000_000  # KiB by which the process may grow in total
 
 Mutate = Callable[[bytes, Random], bytes]
 
@@ -47,7 +47,7 @@ def of_json(content: bytes, random: Random) -> bytes:
 
 
 def of_pickle(content: bytes, random: Random) -> bytes:
-    """Of torch's index, whose classes refuse to save some mutations."""
+    """Mutate torch's index, whose classes refuse to save some mutations."""
     while True:
         with suppress(AttributeError, RuntimeError):
             return pickle.dumps(mutated(pickle.loads(content), random))
@@ -61,16 +61,17 @@ def of_torch(file: Path, random: Random) -> bytes:
 
 
 def of_header(content: bytes, random: Random) -> bytes:
-    """llm.c's 256 numbers of 4 bytes."""
+    """Mutate llm.c's header of 256 numbers of 4 bytes."""
     at = 4 * random.randrange(12)
     number = random.choice((-1, 0, 1, 3, 5, 6, 2**16, 2**31 - 1, -(2**31), random.randrange(2**31)))
     return content[:at] + number.to_bytes(4, "little", signed=True) + content[at + 4 :]
 
 
 class Case(NamedTuple):
-    """`pattern`: of the files of a source, by its name in SOURCES or what writes one, that are mutated, one at a time.
+    """One mutated file at a time: those of `source` (a name in SOURCES, or a function that writes one) that match
+    `pattern`.
 
-    `kept`: whether numbers that are read from a mutated one must be those of the whole one.
+    `kept`: whether numbers read from the mutated source must equal those of the intact one.
     """
 
     source: str | Callable[[Path], Path]
@@ -158,7 +159,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
 
 
 def alone(path: Path) -> Path:
-    """The checkpoint of a run without its manifest, as one of another program; others as they are."""
+    """A run's checkpoint without its manifest, like another program's; other sources unchanged."""
     if not (path / "checkpoints").exists():
         return path
     (checkpoint,) = (folder for folder in (path / "checkpoints").iterdir() if folder.is_dir())
@@ -173,7 +174,7 @@ def trained_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
 
 
 def resumed_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
-    """The state as a resume restores it, by Orbax; of other kinds of checkpoints nothing."""
+    """The state as a resume restores it, by Orbax; empty for other kinds of checkpoints."""
     if kind_of(path) != "orbax":
         return {}
     param_specs, one = param_specs_of(model), jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -191,7 +192,7 @@ READERS = (read_by_jaxdist, read_by_torch_ref, trained_by_jaxdist, resumed_by_ja
 
 
 def outcome(read: Callable[[Path, Model], Any], whole: Whole) -> Any:
-    """What is read of a source, or the message of a refusal."""
+    """Content read from a source, or the message of a refusal."""
     start = time.process_time()
     try:
         return read(whole.path, whole.model)
@@ -202,14 +203,14 @@ def outcome(read: Callable[[Path, Model], Any], whole: Whole) -> Any:
 
 
 def check(case: Case, whole: Whole, seed: str) -> bool:
-    """Whether a mutated source is refused, by any reader; both sides take it alike."""
+    """Whether any reader refuses a mutated source; both sides must agree."""
     ours, theirs, *_ = found = [outcome(read, whole) for read in READERS]
     assert isinstance(ours, str) == isinstance(theirs, str), (seed, ours, theirs)
     readers = [(now, before) for now, before in zip(found, whole.found, strict=True) if isinstance(before, dict)]
     refusals = [now for now, _ in readers if isinstance(now, str)]
-    for told in refusals:
-        assert any(path.name in told for path in (whole.path, *whole.files)), (seed, told)
-        assert len(told) < 2000, (seed, told)
+    for message in refusals:
+        assert any(path.name in message for path in (whole.path, *whole.files)), (seed, message)
+        assert len(message) < 2000, (seed, message)
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys() == whole.found[0].keys(), seed
         assert all(bits(ours[name]) == bits(theirs[name]) for name in ours), seed
@@ -233,7 +234,7 @@ def test_a_mutated_source_is_read_or_refused(name: str, count: int, sources: Cal
         content = file.read_bytes()
         try:
             changed = case.mutate(file if case.mutate is of_torch else content, random)  # type: ignore[arg-type]
-            file.unlink()  # what is mapped into memory stays as it was
+            file.unlink()  # a mapping into memory keeps its content
             file.write_bytes(changed)
             refused += check(case, whole, seed)
         finally:
@@ -244,10 +245,10 @@ def test_a_mutated_source_is_read_or_refused(name: str, count: int, sources: Cal
 
 
 @pytest.mark.long
-def test_of_several_arrays_that_cannot_be_read_one_error_is_reported(
+def test_several_unreadable_arrays_give_one_error(
     sources: Callable[[str], Whole], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orbax drops the others unread, each with an error that nobody asks for."""
+    """Orbax abandons the other reads, each with an unawaited error."""
     whole, late = sources(".zarray"), list[Any]()
     monkeypatch.setattr(sys, "unraisablehook", late.append)
     content = {file: file.read_bytes() for file in whole.files}

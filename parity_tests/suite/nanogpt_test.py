@@ -1,4 +1,4 @@
-"""GPT-2 as nanoGPT has it: exact GELU, and no biases."""
+"""GPT-2 as in nanoGPT: exact GELU and no biases."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ STEPS = 6
 
 @pytest.mark.slow
 def test_both_sides_train_it_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In float64 over tensor and fsdp with sequence parallelism, from one start, which transformers reads alike."""
+    """In float64 over tensor and fsdp with sequence parallelism, from one start; transformers reads both results."""
     config, documents = tmp_path / "nanogpt.toml", tmp_path / "documents.jsonl"
     write_documents(documents)
     values = experiment("gpt2", documents, STEPS) | {"model": NANOGPT}
@@ -30,7 +30,7 @@ def test_both_sides_train_it_alike(tmp_path: Path, capsys: pytest.CaptureFixture
     seed = run("jaxdist", tmp_path / "seed", config, {"steps": 0, "precision": "fp32"})
     assert not any(name.endswith(".bias") for name in seed.states)
     convert([str(seed.path), str(tmp_path / "hf"), "--to", "hf", "--verify"])
-    assert "logits of a probe batch" in (said := capsys.readouterr().out) and "of TARGET by transformers" in said
+    assert "logits of a probe batch" in (output := capsys.readouterr().out) and "of TARGET by transformers" in output
     mesh = {"mesh": "2x2", "parallel.sequence": True}
     ours = run("jaxdist", tmp_path / "jax", config, mesh, "--init", str(seed.path))
     theirs = run("torch_ref", tmp_path / "torch", config, mesh, "--init", str(tmp_path / "hf"))
@@ -38,8 +38,8 @@ def test_both_sides_train_it_alike(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_from_a_checkpoint_to_a_proof(tmp_path: Path) -> None:
-    """ckpt.pt of a loop as nanoGPT's, with its train.bin: converted, it continues as the loop itself did, which a proof
-    finds equivalent."""
+    """ckpt.pt of a loop like nanoGPT's with its train.bin: converted, it continues as the loop did, and a proof finds
+    both equivalent."""
     config, data = tmp_path / "config.toml", tmp_path / "train.bin"
     np.random.default_rng(0).zipf(1.5, 4000).clip(max=NANOGPT["vocab"] - 1).astype(np.uint16).tofile(data)
     optimizer = {"learning_rate": 0.01, "warmup": 3, "decay_steps": 20, "clip": 0.5}

@@ -1,5 +1,5 @@
-"""Weights and optimizer state with NaN or infinity are refused where they are read, by name, on both sides and by
-convert, and what each message advises gets further."""
+"""Weights and optimizer state with NaN or infinity are refused by name where they are read, by both sides and convert;
+the advice of each message works."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
 
 @pytest.fixture(scope="module")
 def bad(run: Path) -> Path:
-    """Its weights, some not finite, in rows that no batch touches and elsewhere."""
+    """Weights of the run, some not finite, in rows that no batch reads and elsewhere."""
     folder = run.parent / "bad"
     convert([str(run), str(folder), "--to", "hf"])
     tensors = load_file(folder / SINGLE)
@@ -88,16 +88,16 @@ def test_starting_weights_are_refused_and_the_advice_works(
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_found_on_several_ranks_is_reported_by_whole_tensors(bad: Path, train: Train, tmp_path: Path) -> None:
-    """Ranks have the rows 0 to 149 and 150 to 299 of the embedding, and replicas of them."""
+def test_values_on_several_ranks_are_reported_by_whole_tensors(bad: Path, train: Train, tmp_path: Path) -> None:
+    """Ranks hold rows 0 to 149 and 150 to 299 of the embedding, and replicas of them."""
     convert([str(bad), str(tmp_path / "kept"), "--to", "dcp", "--nonfinite", "keep"])
     refused = train("torch_ref", "--mesh=data=2,fsdp=2", "--steps=1", "--init", tmp_path / "kept")
     what = r"tensor embed\.weight has 1 of 4,800 .* nan at \[290, 3\]; so have layers\.1\.mlp\.up_proj\.weight\."
     assert refused.returncode == 2 and re.search(what, refused.stderr), refused.stderr
 
 
-def test_what_one_stage_reads_is_reported_by_all_ranks(bad: Path, train: Train, tmp_path: Path) -> None:
-    """Of a pipeline, of which the last stage alone reads a bad weight: no rank waits for the others."""
+def test_a_bad_weight_of_one_stage_is_reported_by_all_ranks(bad: Path, train: Train, tmp_path: Path) -> None:
+    """Only a pipeline's last stage reads a bad weight: no rank waits for the others."""
     tensors = load_file(bad / SINGLE)
     tensors["model.embed_tokens.weight"][290, 3] = 0
     folder = tmp_path / "last"
@@ -112,7 +112,7 @@ def test_what_one_stage_reads_is_reported_by_all_ranks(bad: Path, train: Train, 
 
 @pytest.mark.parametrize("kind", ["orbax", *slow(["dcp", "hf", "torch"])])
 def test_all_name_a_layers_tensor_alike(kind: str, bad: Path, train: Train, tmp_path: Path) -> None:
-    """As the source calls it, with the layer where its array has all of them."""
+    """By the source's name, with the layer's index where an array holds all layers."""
     own = {"orbax": "layers.mlp.up_proj.kernel[1]", "dcp": "layers.1.mlp.up_proj.weight"}
     name = own.get(kind, "model.layers.1.mlp.up_proj.weight")
     tensors = load_file(bad / SINGLE)
@@ -135,7 +135,7 @@ def test_all_name_a_layers_tensor_alike(kind: str, bad: Path, train: Train, tmp_
 def test_moments_are_refused_and_the_advice_works(
     side: str, kind: str, name: str, run: Path, train: Train, tmp_path: Path
 ) -> None:
-    """By convert, and on a resume, under `skip` too."""
+    """By convert and on a resume, also under `skip`."""
     file = tmp_path / "run.pt"
     convert([str(run), str(file)])
     content = torch.load(file, weights_only=True)
@@ -158,7 +158,7 @@ def test_moments_are_refused_and_the_advice_works(
 
 
 def test_second_moments_below_zero_are_refused_and_the_advice_works(run: Path, tmp_path: Path) -> None:
-    """Also where zeros are asked for, by which first moments would be divided; -0 is none of them."""
+    """Also with `zero`, as first moments would be divided by them; -0 is accepted."""
     file = tmp_path / "run.pt"
     convert([str(run), str(file)])
     content = torch.load(file, weights_only=True)
@@ -177,7 +177,7 @@ def test_second_moments_below_zero_are_refused_and_the_advice_works(run: Path, t
     "name", ["w (exp_avg_sq)", "w (row_var)", "w (variance)", "norm.running_var", "w (exp_avg)", "w"]
 )
 def test_which_tensors_are_squares(name: str) -> None:
-    """Both readers see the same."""
+    """Both readers agree."""
     array = np.array([0.0, -0.0, 3.0, -1.5, -np.float64(5e-324)])
     for dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16):
         found = bad_values(array.astype(dtype), name)
@@ -191,7 +191,7 @@ def test_what_a_narrower_dtype_makes_infinite_is_not_blamed_on_the_file(there: s
     error = str(of_weights(path, found, "float16", there))
     assert error.startswith("folder: tensor v has 2 of 3 values that are ")
     assert ("Choose a wider one, as --precision bf16" in error) == (there != "float16")
-    nan = found | {"x": BadValues(1, 1, np.nan, ())}  # which no cast makes
+    nan = found | {"x": BadValues(1, 1, np.nan, ())}  # no cast makes NaN
     assert "--nonfinite zero" in str(of_weights(path, nan, "float16", "float32"))
 
 
@@ -252,7 +252,7 @@ def test_a_narrower_dtype_that_overflows_names_the_dtypes_that_hold_all(run: Pat
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ml_dtypes.bfloat16])
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 def test_where_the_first_is(dtype: Any, value: float) -> None:
-    """Also in the last block, in a transposed array and in a number; the largest finite number is none."""
+    """Also in the last block, a transposed array and a scalar; the largest finite number is accepted."""
     array = np.zeros((3, BLOCK // 2), dtype)
     array[0, 0] = ml_dtypes.finfo(dtype).max
     assert bad_values(array) is None and bad_values(np.ones((), dtype)) is None

@@ -1,4 +1,4 @@
-"""A start opens its source once for all that it reads: the model, the weights, the files next to them."""
+"""A start opens its source once for the model, the weights and the files beside them."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ SIDES = {"jaxdist": jaxdist.train.main, "torch_ref": torch_ref.train.main}
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """The paths that are opened, by one rank in this process."""
+    """Paths that one rank in this process opens."""
     paths: list[Path] = []
 
     def counted(path: Path, reader: Reader) -> Found:
@@ -57,7 +57,7 @@ def made(folder: Path) -> Path:
 def test_a_source_is_opened_once(
     name: str, main: Callable[[list[str]], None], tmp_path: Path, opened: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The readers of convert, which read more of a kind, are not called."""
+    """Without the readers of convert, which read more of a kind."""
     _, write, model, tells = SOURCES[name]
     path = write(made(tmp_path / "source"), as_it_is)
     for kind in sources.KINDS:
@@ -81,7 +81,7 @@ def test_a_refused_start_leaves_nothing_open(
 
 
 def test_weights_by_themselves_are_those_of_now(tmp_path: Path, opened: list[Path]) -> None:
-    """Outside of a start nothing is kept: a file may be written again."""
+    """Outside of a start nothing is cached, as a file may be rewritten."""
     path, model = SOURCES["Hugging Face"][1](made(tmp_path / "a"), as_it_is), SOURCES["Hugging Face"][2]
     other = SOURCES["Hugging Face"][1](made(tmp_path / "b"), lambda tensors: {n: t + 1 for n, t in tensors.items()})
     before = hf.Weights(path, model).read("norm.weight")

@@ -38,7 +38,7 @@ QUICK = {"adam": "1x1", "adafactor": "fsdp"}
 SLOW = [("adam", "fsdp"), ("sgd", "zero1"), ("lion", "sequence"), ("adafactor", "sequence"), ("muon", "sequence")]
 SLOW += [(name, mesh) for name in OPTIMIZERS for mesh in ("ddp", "zero2", "hybrid-zero1", "2x2x2", "ring")]
 SLOW += [("muon", "fsdp"), ("adafactor", "zero1"), ("muon", "zero1")]
-# A field of torch's side that is a little off, by optimizer.
+# optimizer -> a slightly wrong field on torch's side
 MISTAKES: dict[str, dict[str, Any]] = {
     "adam": {"optimizer.name": "adamw"},
     "sgd": {"optimizer.nesterov": False},
@@ -71,8 +71,8 @@ def test_float64(runs: Runs, name: str, mesh: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_nothing_is_least_of_what_is_unknown(name: str) -> None:
-    """Of zero1, whose parameters torch sends otherwise than JAX."""
+def test_unknown_traffic_has_no_least_bytes(name: str) -> None:
+    """Under zero1 torch sends parameters otherwise than JAX."""
     values = {"parallel": {"mesh": "8x1", "strategy": "zero1"}, "optimizer": {"name": name}}
     e = Experiment.parse(values, source="test")
     mesh, param_specs = e.parallel.axes(), models.param_specs(models.build(e.model))
@@ -89,10 +89,10 @@ def test_nothing_is_least_of_what_is_unknown(name: str) -> None:
         ({"elementwise": False, "traffic": lambda *_: [("all_reduce", ("tensor",), 100.0)]}, "", ("jaxdist",)),
     ],
 )
-def test_what_an_optimizer_sends_is_known_by_its_row(
+def test_an_optimizers_row_tells_whether_its_traffic_is_known(
     pieces: dict[str, Any], lacking: str, counted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's side of a plugin's has no closed form."""
+    """A plugin's torch side has no closed form."""
     monkeypatch.setitem(optimizer.OPTIMIZERS._rows, "sgd", replace(optimizer.OPTIMIZERS["sgd"], **pieces))
     e = Experiment.parse({"parallel": {"mesh": "2x4"}, "optimizer": {"name": "sgd"}}, source="test")
     mesh, param_specs = e.parallel.axes(), models.param_specs(models.build(e.model))
@@ -142,7 +142,7 @@ def test_more_planted_mistakes_are_caught(runs: Runs, name: str) -> None:
 def test_a_run_that_changes_its_backend(
     name: str, runs: Runs, experiments: dict[str, Path], start: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:
-    """Ten steps in JAX, through a torch file, the others in torch: the same weights, moments and averages."""
+    """Ten steps in JAX, through a torch file, the rest in torch: the same weights, moments and averages."""
     half = {**settings(name, "fsdp"), "optimizer.decay_steps": STEPS, "steps": STEPS // 2}
     jax = run("jaxdist", tmp_path / "jax", experiments["llama"], half, "--init", str(start["jaxdist", "llama"]))
     convert([str(jax.path), str(tmp_path / "file.pt")])

@@ -24,13 +24,13 @@ from parity_tests.runs.run import SIDES, Run
 
 pytestmark = pytest.mark.long
 
-# The quick suite meets Llama on one device and on two axes; the slow grid is the product of all meshes and variants,
-# for both models.
+# The quick suite runs Llama on one device and on two axes; the slow grid is the product of all meshes and variants, for
+# both models.
 QUICK: dict[str, dict[str, str | None]] = {
     "llama": {"1x1": None, "2x4": None},
     "gpt2": {},
 }
-# Of these the slow grid asks for memory and traffic too.
+# The slow grid also compares memory and traffic of these.
 LATER: dict[str, dict[str, str | None]] = {
     "llama": {
         "ddp": "accumulation",
@@ -51,10 +51,10 @@ LATER: dict[str, dict[str, str | None]] = {
     "gpt2": {"sequence": "accumulation", "2x4": "full", "ring-zero1": None},
 }
 CASES = {model: QUICK[model] | LATER[model] for model in QUICK}
-PROVED = [("llama", mesh) for mesh in ("1x1", "2x4", "fsdp")]  # their runs serve the tests of the verdict too
+PROVED = [("llama", mesh) for mesh in ("1x1", "2x4", "fsdp")]  # tests of the verdict share their runs
 RECORDED = {"record.steps": f"1,{STEPS}"}
 ALL = [(mesh, variant) for mesh in MESHES for variant in (None, *VARIANTS)]
-ALL.remove(("fsdp-offload", "selective"))  # of which torch cannot offload activations
+ALL.remove(("fsdp-offload", "selective"))  # torch cannot offload activations there
 
 
 def settings(mesh: str, variant: str | None, **more: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def settings(mesh: str, variant: str | None, **more: Any) -> dict[str, Any]:
 
 
 def usual(model: str, mesh: str) -> dict[str, Any]:
-    """The settings of a case of CASES."""
+    """Settings of a case of CASES."""
     return settings(mesh, CASES[model][mesh], **(RECORDED if (model, mesh) in PROVED else {}))
 
 
@@ -77,7 +77,7 @@ def of_llama(cases: Iterable[tuple[str, ...]]) -> list[Any]:
 
 
 def differences(a: Run, b: Run) -> dict[str, float]:
-    """Largest difference of each kind, over its bound of the contract: equivalent when none exceeds 1."""
+    """Largest difference of each kind over the contract's bound: equivalent when none exceeds 1."""
     states = compare.states(a.states, b.states, a.zero_gradients)
     return {
         "loss": compare.curve(a.metrics, b.metrics, "loss").max() / compare.LOSS,
@@ -88,7 +88,7 @@ def differences(a: Run, b: Run) -> dict[str, float]:
 
 
 def measured(a: Run, b: Run) -> dict[str, str]:
-    """What the closing table shows: relative differences, JAX against torch, and bytes sent per device and step."""
+    """Values for the closing table: relative differences, JAX against torch, and bytes sent per device and step."""
     states = compare.states(a.states, b.states, a.zero_gradients)
     kinds = {
         kind: max(v for name, v in states.items() if name.startswith(kind + "/")) for kind in ("weights", "exp_avg")
@@ -131,7 +131,7 @@ def test_float64_grid(runs: Runs, record_property: Record, model: str, mesh: str
 
 @pytest.mark.parametrize("mistake", often(MISTAKES, ["learning rate +0.01 %", "window + 1"]))
 def test_planted_mistakes_are_caught(runs: Runs, mistake: str) -> None:
-    """The comparison above fails on each of them: on the loss curve, and on the states by themselves."""
+    """The comparison above fails on each: on the loss curve, and on the states alone."""
     wrong = runs("torch_ref", "llama", settings("1x1", None, **MISTAKES[mistake]))
     found = differences(runs("jaxdist", "llama", usual("llama", "1x1")), wrong)
     assert found.pop("loss") > 1
@@ -140,7 +140,7 @@ def test_planted_mistakes_are_caught(runs: Runs, mistake: str) -> None:
 
 
 def float32_error_and_bound(runs: Runs, mesh: str, torch_mistake: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(what, difference between the float32 runs, bound derived from their float64 selves)."""
+    """(kind, difference between the float32 runs, bound derived from their float64 runs)."""
     single, double = settings(mesh, None, precision="fp32"), usual("llama", mesh)
     a, a64 = runs("jaxdist", "llama", single), runs("jaxdist", "llama", double)
     b, b64 = runs("torch_ref", "llama", single | torch_mistake), runs("torch_ref", "llama", double)
@@ -170,7 +170,7 @@ def test_float32_bound_catches_a_small_mistake(runs: Runs) -> None:
 
 
 KINDS = ("parameters", "gradients", "optimizer_state")
-SHARES = {  # each kind is split into so many parts
+SHARES = {  # number of shards of parameters, gradients, optimizer state
     "ddp": (1, 1, 1),
     "zero1": (1, 1, 4),
     "zero2": (1, 4, 4),
@@ -180,12 +180,12 @@ SHARES = {  # each kind is split into so many parts
 
 
 def unkept(runs: Runs, side: str, mesh: str, promise: str) -> list[str]:
-    """The kinds of memory of which the fullest device of a run holds another share than the strategy's promise."""
+    """Kinds of memory whose share on the fullest device differs from the strategy's promise."""
     whole = runs("jaxdist", "llama", usual("llama", "1x1")).summary["memory"]
     held = runs(side, "llama", usual("llama", mesh)).summary["memory"]
-    # zero2: FSDP2 keeps parameters sharded at rest and gathered from forward to backward; ours are whole at rest.
+    # zero2: FSDP2 shards parameters at rest and gathers them from forward to backward; ours are unsharded at rest.
     shares = SHARES["fsdp"] if (side, promise) == ("torch_ref", "zero2") else SHARES[promise]
-    # Padding: norms that tensor does not split, 1.7 % here; ZeroRedundancyOptimizer deals out whole tensors.
+    # Padding: norms that tensor does not split, 1.7 % here; ZeroRedundancyOptimizer assigns whole tensors.
     largest = max(MODELS["llama"]["vocab"], MODELS["llama"]["hidden"]) * MODELS["llama"]["dim"] * 8
     whole_tensors = {"optimizer_state": 2 * largest} if (side, promise) == ("torch_ref", "zero1") else {}
     return [
@@ -221,7 +221,7 @@ def test_memory_of_ddp_is_not_that_of_zero1(runs: Runs, side: str) -> None:
 
 
 def dtypes_on_the_wire(runs: Runs, side: str, reduce: str) -> dict[str, set[str]]:
-    """Of the gathers of weights and the scatters of gradients under fsdp in bf16."""
+    """Dtypes of weight gathers and gradient scatters under fsdp in bf16."""
     options = settings("fsdp", None, precision="bf16", steps=2, **{"precision.reduce": reduce})
     collectives = runs(side, "llama", options).summary["collectives"]
     return {op: {c["dtype"] for c in collectives if c["op"] == op} for op in ("all_gather", "reduce_scatter")}
@@ -229,7 +229,7 @@ def dtypes_on_the_wire(runs: Runs, side: str, reduce: str) -> dict[str, set[str]
 
 @pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
 def test_bf16_gradients_travel_as_the_policy_says(runs: Runs, side: str) -> None:
-    """In the dtype of `precision.reduce`, which the test would see changed: it is run with both."""
+    """In the dtype of `precision.reduce`; run with both, so a change would show."""
     for reduce in ("float32", "bfloat16"):
         expected = {"all_gather": {"bfloat16"}, "reduce_scatter": {reduce}}
         assert dtypes_on_the_wire(runs, side, reduce) == expected
@@ -241,7 +241,7 @@ def test_what_cannot_bear_few_bits_is_computed_in_float32(runs: Runs, side: str)
     run = Run(side, runs(side, "llama", options).path)
     (check,) = levels.arithmetic(run, "bfloat16")
     assert check.holds, check
-    (check,) = levels.arithmetic(run, "float64")  # a float64 run must do all in float64
+    (check,) = levels.arithmetic(run, "float64")  # a float64 run must compute everything in float64
     assert not check.holds
     run.summary["arithmetic"]["rsqrt"] = "bfloat16"
     (check,) = levels.arithmetic(run, "bfloat16")
@@ -257,7 +257,7 @@ def sent(runs: Runs, side: str, mesh: str) -> float:
 @pytest.mark.parametrize(("mesh",), of_llama((mesh,) for mesh in SHARES))
 def test_both_sides_send_the_same(runs: Runs, mesh: str) -> None:
     """JAX within 5 % of the closed form (jaxdist/accounting/traffic_test.py), torch of JAX."""
-    # DDP under ZeroRedundancyOptimizer all-reduces whole gradients where a reduce-scatter would do.
+    # DDP under ZeroRedundancyOptimizer all-reduces full gradients where a reduce-scatter would do.
     more = 1.5 if mesh == "zero1" else 1.0
     assert sent(runs, "torch_ref", mesh) == pytest.approx(more * sent(runs, "jaxdist", mesh), rel=0.05)
 
@@ -273,7 +273,7 @@ def test_traffic_of_another_strategy_is_caught(runs: Runs, mesh: str, other: str
 def proof(
     runs: Runs, experiments: dict[str, Path], tmp_path: Path, mesh: str, wrong: dict[str, Any] | None = None
 ) -> Proof:
-    """The proof over runs of this suite, in float64, where torch's on the mesh may be `wrong`."""
+    """Proof over runs of this suite, in float64; `wrong` are fields of torch's run on the mesh."""
     values = read_toml(experiments["llama"]) | {"parallel": MESHES[mesh]}
     proof = Proof(Proof.shortened(Experiment.parse(values, source="test"), STEPS, {1, STEPS}), tmp_path)
     for side in SIDES:
@@ -282,7 +282,7 @@ def proof(
         proof.done[side, "one"] = runs(side, "llama", usual("llama", "1x1") | alone)
         proof.done[side, "mesh"] = runs(side, "llama", usual("llama", mesh) | mistake)
         proof.done[side, "policy"] = proof.done[side, "mesh"]
-    proof.done["jaxdist", "perturbed"] = proof.done["jaxdist", "one"]  # so small a model does not amplify
+    proof.done["jaxdist", "perturbed"] = proof.done["jaxdist", "one"]  # so small a model amplifies nothing
     return proof
 
 
@@ -290,7 +290,7 @@ def proof(
 def test_the_verdict_on_equal_runs(runs: Runs, experiments: dict[str, Path], tmp_path: Path, mesh: str) -> None:
     verdict = proof(runs, experiments, tmp_path, mesh).verdict()
     assert verdict.word == "equivalent", verdict.failed
-    expected = set(LEVELS) - ({"distribution"} if mesh == "1x1" else set())  # the same runs, which prove nothing
+    expected = set(LEVELS) - ({"distribution"} if mesh == "1x1" else set())  # one device alone compares nothing
     assert {check.level for check in verdict.checks} == expected
     assert sum("gradients at step" in check.name for check in verdict.checks) == (1 if mesh == "1x1" else 3) * 2
 
@@ -316,17 +316,17 @@ def test_a_state_that_lies_elsewhere_is_caught(runs: Runs) -> None:
 
 
 def twice(sent: Collectives) -> Collectives:
-    """Each is sent once more, and three times where it is a single number."""
+    """Each collective is sent once more, and three times where it is a single number."""
     return [c | {"count": 2 * c["count"] + 8} for c in sent]
 
 
 def one_missing(sent: Collectives) -> Collectives:
-    """One parameter, or block, is left out: of the bytes it may be less than a hundredth."""
+    """One parameter or block is left out: possibly below a hundredth of the bytes."""
     return [c | {"count": c["count"] - 1} if c["op"] in ("all_gather", "reduce_scatter") else c for c in sent]
 
 
 def few_not_reduced(sent: Collectives) -> Collectives:
-    """Gradients of two norms are not summed, or three sums of activations over tensor: hardly any bytes."""
+    """Gradients of two norms, or three sums of activations over tensor, are not reduced: hardly any bytes."""
     return [c | {"count": c["count"] - 2} if c["op"] == "all_reduce" and not c["single"] else c for c in sent]
 
 
@@ -336,7 +336,7 @@ def none_reduced(sent: Collectives) -> Collectives:
 
 
 def whole(sent: Collectives) -> Collectives:
-    """Gradients are summed whole where a share is enough, which sends as many bytes as to scatter and to gather."""
+    """Full gradients are all-reduced where a shard is enough, which sends as many bytes as scatter and gather."""
     return [c | {"op": "all_reduce"} if c["op"] == "reduce_scatter" else c for c in sent]
 
 
@@ -348,7 +348,7 @@ def test_the_number_of_collectives_is_the_closed_form(runs: Runs, side: str, mod
     ops = {c["op"] for c in run.summary["collectives"]}
     planted = {twice, *([one_missing, whole] if "reduce_scatter" in ops else [none_reduced])}
     if side == "jaxdist" and any(c["op"] == "all_reduce" and not c["single"] for c in run.summary["collectives"]):
-        planted.add(few_not_reduced)  # DDP's buckets may be few or many
+        planted.add(few_not_reduced)  # DDP may use any number of buckets
     for change in planted:
         assert not all(check.holds for check in counted(run, change)), change
 
@@ -362,7 +362,7 @@ def test_the_verdict_names_what_fails(runs: Runs, experiments: dict[str, Path], 
     assert sentence.startswith("Not equivalent: learning rate, step 1: it is ")
     assert "1.0001 times ours at every step" in sentence and "first mathematics: learning_rate" in sentence
 
-    # A mesh that trains otherwise than one device.
+    # A mesh that does not train as one device does.
     mixed = proof(runs, experiments, tmp_path, "2x4")
     mixed.done["torch_ref", "mesh"] = as_if_on(alone.done["torch_ref", "one"], fsdp=2, tensor=4)
     assert "distribution" in {check.level for check in mixed.verdict().failed}
@@ -389,7 +389,7 @@ def test_a_mistake_on_a_mesh_is_caught_in_gpt2(runs: Runs) -> None:
 @pytest.mark.parametrize("name", ["weights/layers.0.attention.k_proj.bias", "weights/layers.0.attention.q_proj.bias"])
 @pytest.mark.parametrize("wrong", [np.full(4, np.nan), np.zeros(3), np.full(4, 1.0)])
 def test_no_state_is_passed_over(name: str, wrong: np.ndarray) -> None:
-    """A NaN, another shape or another value, also where the true gradient is zero and the comparison absolute."""
+    """A NaN, another shape or value, also where the true gradient is zero and the comparison absolute."""
     right = {"weights/a": np.ones(2), name: np.zeros(4), "weights/z": np.ones(2)}
     found = compare.states(right | {name: wrong}, right, FAMILIES["gpt2"].zero_gradients)
     assert compare.worst(found)[0] == name and compare.worst(found)[1] >= 1

@@ -1,4 +1,4 @@
-"""A package from outside adds a decoder family, on both sides: no file of ours changes.
+"""A package from outside adds a decoder family to both sides, without a change to our files.
 
 `toy/toy_family` is that package: attention and MLP side by side, a partial rotation, a scaled embedding.
 """
@@ -67,8 +67,8 @@ def test_both_sides_agree(folder: Path, ours: Run) -> None:
 
 @pytest.mark.long
 def test_its_own_options_and_names(folder: Path, ours: Run, tmp_path: Path) -> None:
-    """A flag of its model section changes the model; all of its names in files, there and back to the bit."""
-    drawn = {"steps": 1, "model.rotated": 8}  # the same starting weights, as the seed of `hf` draws them
+    """A flag of its model section changes the model; all its names in files convert both ways to the bit."""
+    drawn = {"steps": 1, "model.rotated": 8}  # the same starting weights as the seed of `hf`
     other = run("jaxdist", tmp_path / "other", folder / "config.toml", drawn)
     assert other.experiment.model.model_dump()["rotated"] == 8
     assert abs(other.metrics[0]["loss"] / ours.metrics[0]["loss"] - 1) > 1e-4

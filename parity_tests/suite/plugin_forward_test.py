@@ -1,4 +1,4 @@
-"""What the forward pass of a plugin's family raises: one message with the plugin, the family and its own lines."""
+"""Errors in a plugin family's forward pass: one message with the plugin, the family and its own lines."""
 
 import re
 import shlex
@@ -66,7 +66,7 @@ TRAIN = [*SIZES, *shlex.split("--device cpu --mesh 1x1 --steps 1 --train.validat
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    """package(jax, torch): the statements of the plugin's forward passes."""
+    """package(jax, torch): a plugin whose forward passes run these statements."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "broken_plugin").mkdir()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 RECORD = {"steps": 5, "optimizer.decay_steps": 20, "record.steps": "1,2,3,5", "record.tensors": "all"}
 NOISE = 1e-10
 
-# one side's config -> the first tensor that it changes
+# changed field -> value, first tensor that it changes, step
 CULPRITS = {
     "optimizer.eps": (1e-7, "weights/embed.weight", 1),
     "optimizer.clip": (0.5005, "clipped/embed.weight", 1),
@@ -33,7 +33,7 @@ CULPRITS = {
     "model.window": (21, "activation/layers.0.attention.attended", 1),
     "model.rope_scaling": ("none", "activation/layers.0.attention.q_rotated", 1),
 }
-# Another field changes the same kind of tensor as each of these.
+# Another field changes the same tensor first as each of these.
 ALIKE = {"optimizer.beta2", "model.norm_eps", "model.rope_scaling"}
 
 
@@ -68,7 +68,7 @@ def test_the_first_tensor_is_named(runs: Runs, field: str) -> None:
 
 
 class FinishedProof(Proof):
-    """A proof whose runs have been made, with all tensors of all steps."""
+    """A proof whose runs are made, with all tensors of all steps."""
 
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
         run = self.done[key]
@@ -93,12 +93,12 @@ def test_a_proof_says_where_its_runs_part(runs: Runs, experiments: dict[str, Pat
         made = proof({field: value})
         verdict = made.verdict()
         bounds = {name: made.noise.curve(name) for name in ("loss", "grad_norm")}
-        assert bisect.first_step(*made.pair("one"), bounds) == step  # the loss tells it later than the tensor
+        assert bisect.first_step(*made.pair("one"), bounds) == step  # the loss differs later than the tensor
         parting = made.parting(verdict, tmp_path)
         assert parting and (parting.step, parting.tensor) == (1, culprit)
         told = replace(verdict, parting=parting)
         assert parting.where in told.sentence and told.as_json()["parting"]["tensor"] == culprit
-    # On a mesh alone: what is compared is the same side on one device.
+    # On a mesh alone: compared with the same side on one device.
     made = proof({})
     wrong = runs("torch_ref", "llama", MESHES["1x1"] | RECORD | {"optimizer.beta1": 0.9001})
     made.done["torch_ref", "mesh"] = as_if_on(wrong, fsdp=2)

@@ -94,7 +94,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_both_refuse_damaged_files_in_the_same_words(name: str, tmp_path: Path) -> None:
     damage, words = FILES[name]
     folder_of(tmp_path, MODELS["llama"])
-    save_file({"unused": torch.ones(1)}, tmp_path / "other.safetensors")  # or it would be no folder with weights
+    save_file({"unused": torch.ones(1)}, tmp_path / "other.safetensors")  # otherwise it is no folder with weights
     damage(tmp_path)
     message = refused(read_by_jaxdist, tmp_path, MODELS["llama"])
     assert re.search(words, message), message
@@ -111,11 +111,11 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_both_refuse_a_damaged_distributed_checkpoint_in_the_same_words(damage: str, tmp_path: Path) -> None:
-    """And the advice, a copy of what is damaged, leads on."""
+    """The advice, a copy of the damaged file, works."""
     model = MODELS["llama"]
     tensors = folder_of(tmp_path / "first", model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is here
+        warnings.simplefilter("ignore")  # warns that there is no process group
         dcp.save({"model": tensors}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     (file,) = (tmp_path / "dcp").glob("*.distcp")
     content = file.read_bytes()
@@ -184,7 +184,7 @@ def checkpoints(folder: Path) -> Path:
 
 
 def infinite(folder: Path) -> Path:
-    """Two tensors, which the two sides come across in another order."""
+    """Two bad tensors, which the sides read in different orders."""
     tensors = load_file(folder / SINGLE)
     tensors[Q][1, 2], tensors["lm_head.weight"][0, 0] = float("nan"), float("inf")
     return saved(tensors)(folder)
@@ -228,12 +228,12 @@ def test_both_refuse_what_is_no_source_in_the_same_words(name: str, tmp_path: Pa
 @pytest.mark.parametrize("load", [torch_files.load, reader.load], ids=["jaxdist", "torch_ref"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])
 def test_a_storage_beyond_its_record(load: Callable[[Path], Any], dtype: torch.dtype, tmp_path: Path) -> None:
-    """Mapped into memory, it would have others' numbers at its end."""
+    """Mapped into memory, it would end in other tensors' numbers."""
     torch.save({"a": torch.arange(5.0).to(dtype), "b": torch.arange(100.0)}, tmp_path / "a.pt")
     load(tmp_path / "a.pt")
     size = 5 * dtype.itemsize
     rezipped(tmp_path / "a.pt", with_content("data/0", bytes(size - 1)))
-    count = size if dtype == torch.float8_e4m3fn else 5  # it is stored as bytes
+    count = size if dtype == torch.float8_e4m3fn else 5  # stored as bytes
     with pytest.raises(ConfigError, match=rf"data/0 is to have {count} torch\.") as e:
         load(tmp_path / "a.pt")
     assert str(e.value).endswith(f"and has {size - 1} bytes; give a file that torch.save wrote")

@@ -37,7 +37,7 @@ Imaged = Callable[..., Run]
 
 @pytest.fixture(scope="module")
 def imaged(tmp_path_factory: pytest.TempPathFactory) -> Imaged:
-    """imaged(side, settings) -> Run of 20 steps from a common start; the same settings are run once."""
+    """imaged(side, settings) -> Run of 20 steps from a common start, made once per settings."""
     from jaxdist.convert.__main__ import main as convert
 
     folder, known = tmp_path_factory.mktemp("images"), dict[Any, Run]()
@@ -90,7 +90,7 @@ def check(imaged: Imaged, record: Record, name: str, settings: dict[str, Any]) -
 def test_float64(imaged: Imaged, record_property: Record) -> None:
     check(imaged, record_property, "fsdp, accumulation", QUICK)
     jax, torch = (imaged(side, QUICK) for side in SIDES)
-    for step in (1, 3):  # with what each microbatch was normalized to
+    for step in (1, 3):  # including the statistics of each microbatch
         errors = bisect.errors(jax, torch, step)
         assert any(name.startswith("activation_gradient/") for name in errors) and max(errors.values()) < 1e-10
 
@@ -103,7 +103,7 @@ def test_float64_grid(imaged: Imaged, record_property: Record, name: str) -> Non
 
 @pytest.mark.slow
 def test_statistics_of_each_replica(imaged: Imaged) -> None:
-    """As DDP without SyncBatchNorm: another run than that of global statistics, and the same on both sides."""
+    """As in DDP without SyncBatchNorm: differs from global statistics, and is the same on both sides."""
     settings = {"mesh": "2x1", "strategy": "ddp", "parallel.batch_norm": "replica", **ACCUMULATION}
     jax, torch = (imaged(side, settings) for side in SIDES)
     assert worst(jax, torch) <= 1

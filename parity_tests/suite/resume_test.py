@@ -1,4 +1,4 @@
-"""`--resume DIR` alone, and with another accumulation of the same batch: the run continues as it was."""
+"""`--resume DIR` alone, and with another accumulation of the same batch, continues the run unchanged."""
 
 import shutil
 from pathlib import Path

@@ -61,7 +61,7 @@ def as_it_is(tensors: Tensors) -> Tensors:
 
 
 def zero(stage: Callable[..., Path], around: bool) -> Callable[[Path, Change], Path]:
-    """A folder of DeepSpeed's, or the one around it, with a bfloat16 copy that is not to be taken."""
+    """DeepSpeed's folder, or its parent, with a bfloat16 copy that must not be read."""
 
     def write(folder: Path, change: Change) -> Path:
         trained = deepspeed.Trained(folder / "trained")
@@ -84,7 +84,7 @@ def without_zero(folder: Path, change: Change) -> Path:
 
 
 class Changed(trainer.Trained):
-    """Weights with a change; moments as they were."""
+    """Changed weights with unchanged moments."""
 
     change: Change = staticmethod(as_it_is)
 
@@ -107,7 +107,7 @@ def tensors_of(folder: Path, change: Change, model: Model = LLAMA) -> Tensors:
 
 
 def lightning(folder: Path, change: Change) -> Path:
-    """With numpy's arrays and numbers among the callbacks."""
+    """With numpy arrays and numbers among the callbacks."""
     state = {f"net.{name}": tensor for name, tensor in tensors_of(folder, change).items()}
     callbacks = {"EarlyStopping": {"best": np.float64(0.5), "curve": np.arange(3)}}
     torch.save({"state_dict": state, "global_step": 5, "callbacks": callbacks, "epoch": 1}, folder / "last.ckpt")
@@ -115,14 +115,14 @@ def lightning(folder: Path, change: Change) -> Path:
 
 
 def in_a_list(folder: Path, change: Change) -> Path:
-    """A list of one state dict, and settings under the name of a model."""
+    """A list with one state dict, and settings under the name of a model."""
     tree = {"model": {"name": "llama"}, "state_dict": [tensors_of(folder, change)]}
     torch.save(tree, folder / "file.pt", _use_new_zipfile_serialization=False)
     return folder / "file.pt"
 
 
 def folder_with(name: str) -> Callable[[Path, Change], Path]:
-    """A Hugging Face folder with weights of that file."""
+    """A Hugging Face folder with weights in that file."""
 
     def write(folder: Path, change: Change) -> Path:
         tensors = tensors_of(folder, change)
@@ -147,14 +147,14 @@ def llmc_file(version: int) -> Callable[[Path, Change], Path]:
 
 
 def llmc_masters(folder: Path, _: Change) -> Path:
-    """bfloat16 weights, and a state with float32 masters, which are taken."""
+    """bfloat16 weights, and a state with float32 masters, which are read."""
     llmc.model(folder / "model_00000040.bin", 5)
     llmc.state(folder / "state_00000040_00000.bin", *(llmc.drawn(seed) for seed in (1, 2, 3)))
     return folder / "model_00000040.bin"
 
 
 def of_meta(ranks: int) -> Callable[[Path, Change], Path]:
-    """Of so many model-parallel ranks, which hold rows of some tensors and columns of others."""
+    """A checkpoint of `ranks` model-parallel ranks, which hold rows of some tensors and columns of others."""
     columns = ("wo.weight", "w2.weight", "tok_embeddings.weight")
 
     def piece(name: str, tensor: Tensor, rank: int) -> Tensor:
@@ -168,7 +168,7 @@ def of_meta(ranks: int) -> Callable[[Path, Change], Path]:
 
 
 def own_run(name: str) -> Callable[[Path, Change], Path]:
-    """A run of jaxdist's, as training writes it: all arrays in one database."""
+    """A run of jaxdist as training writes it: all arrays in one database."""
 
     def write(folder: Path, _: Change) -> Path:
         experiment = experiment_for(MODELS[name].model_dump(), "test")
@@ -188,7 +188,7 @@ def converted(name: str, kind: str) -> Callable[[Path, Change], Path]:
 
 
 def distributed(below: str, buffers: bool) -> Callable[[Path, Change], Path]:
-    """A checkpoint of another program: torchtitan's names, its weights below `below`."""
+    """Another program's checkpoint: torchtitan's names, with its weights below `below`."""
 
     def write(folder: Path, change: Change) -> Path:
         leaves = Conversion(content_of(LLAMA), "torchtitan").groups[PARAMETERS]
@@ -196,7 +196,7 @@ def distributed(below: str, buffers: bool) -> Callable[[Path, Change], Path]:
         tree: dict[str, Any] = tensors | ({"freqs_cis": torch.ones(12, 3, dtype=torch.complex64)} if buffers else {})
         optimizer = {f"state.{name}.exp_avg": torch.zeros(3) for name in tensors}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process group is here
+            warnings.simplefilter("ignore")  # warns that there is no process group
             rest = {"optimizer": optimizer, "train_state": {"step": torch.tensor(9)}}
             dcp.save(({below: tree} if below else tree) | rest, checkpoint_id=folder / "dcp", no_dist=True)
         return folder / "dcp"
@@ -204,12 +204,12 @@ def distributed(below: str, buffers: bool) -> Callable[[Path, Change], Path]:
     return write
 
 
-OF_META = meta.MODEL.model_copy(update={"positions": 8192, "init_std": 0.02})  # which params.json does not tell
+OF_META = meta.MODEL.model_copy(update={"positions": 8192, "init_std": 0.02})  # params.json leaves these out
 OF_LLMC = GPT2(
     family="gpt2", layers=llmc.L, dim=llmc.D, heads=llmc.H, hidden=4 * llmc.D, vocab=llmc.V, positions=llmc.T,
     vocab_multiple=llmc.ROWS,
 )  # fmt: skip
-# Its kind, what writes it, the model, and whether it tells that.
+# name -> kind, writer, model, and whether the source states the model
 SOURCES: dict[str, tuple[str, Callable[[Path, Change], Path], Model, bool]] = {
     "ZeRO 2": ("deepspeed", zero(deepspeed.zero_2, False), LLAMA, True),
     "ZeRO 3, the folder around": ("deepspeed", zero(deepspeed.zero_3, True), LLAMA, True),
@@ -245,7 +245,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path, Change], Path], Model, bool]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", SOURCES)
 def test_both_take_it_alike(name: str, tmp_path: Path) -> None:
-    """The same model where it tells one, the same tensors, which differ from each other."""
+    """The same model where the source states one, and the same tensors, which all differ."""
     kind, write, model, tells = SOURCES[name]
     path = write(tmp_path, as_it_is)
     assert kind_of(path) == kind
@@ -259,8 +259,8 @@ def test_both_take_it_alike(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_square_matrix_that_one_side_turns_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its shape is right, so that nothing but the numbers tells."""
+def test_a_square_matrix_that_one_side_transposes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shape is right, so only the numbers show it."""
     _, write, model, _ = SOURCES["a run of jaxdist, qwen2"]
     path = write(tmp_path, as_it_is)
     right = read_by_jaxdist(path, model)
@@ -279,7 +279,7 @@ def test_every_kind_is_there() -> None:
 
 
 def first_matrix(tensors: Mapping[str, Tensor]) -> str:
-    """One of a layer, with other rows than columns."""
+    """First tensor of a layer that is not square."""
     oblong = (name for name, t in tensors.items() if t.ndim == 2 and t.shape[0] != t.shape[1])
     return next(name for name in oblong if ".1." in name)
 
@@ -319,7 +319,7 @@ CHANGED = [name for name in SOURCES if not re.search(r"jaxdist|Orbax|torch_ref|l
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "damage"),
-    # Of ZeRO's the tensors lie in vectors of one dtype.
+    # ZeRO's tensors are in vectors of one dtype.
     [(n, d) for n in CHANGED for d in DAMAGES if not (n.startswith("ZeRO") and d == "whole numbers")],
 )
 def test_both_refuse_it_in_the_same_words(name: str, damage: str, tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_both_refuse_an_index_of_another_dtype_in_the_same_words(tmp_path: Path)
 
 @pytest.mark.long
 def test_a_layer_of_an_orbax_checkpoint_is_named_by_the_array_and_its_place(tmp_path: Path) -> None:
-    """As `jaxdist.train --init` and `convert` name it."""
+    """As in `jaxdist.train --init` and `convert`."""
     _, write, model, _ = SOURCES["the Trainer"]
     convert([str(write(tmp_path, not_finite)), str(tmp_path / "run"), "--nonfinite", "keep"])
     (name,) = (n for n, a in arrays(checkpoint_in(tmp_path / "run")).items() if np.isnan(numbers_of(tmp_path, a)).any())
@@ -419,7 +419,7 @@ def test_both_refuse_what_is_no_checkpoint_in_the_same_words(name: str, tmp_path
     assert refused(read_by_torch_ref, path, LLAMA) == message
 
 
-# Of what DeepSpeed's files say of the layout of their vectors.
+# Fields of DeepSpeed's files about the layout of their vectors, in a wrong form.
 NOT_DEEPSPEED: dict[str, Any] = {
     "param_shapes": [{"w": 5}], "buffer_names": [[1]], "shared_params": {"x": [1]}, "frozen_param_shapes": [1],
 }  # fmt: skip
@@ -435,8 +435,8 @@ def test_both_refuse_a_layout_of_another_form_in_the_same_words(name: str, tmp_p
     assert refused(read_by_torch_ref, path, LLAMA) == message
 
 
-def test_masters_are_what_training_begins_with(tmp_path: Path) -> None:
-    """Of llm.c: to the bit, on both sides; its narrow copy has other numbers."""
+def test_training_starts_from_the_masters(tmp_path: Path) -> None:
+    """llm.c's masters, to the bit on both sides; its narrow copy has other numbers."""
     path = llmc_masters(tmp_path, as_it_is)
     ref = read_by_torch_ref(path, OF_LLMC)
     assert ref["norm.bias"].tobytes() == llmc.drawn(3)["lnfb"].tobytes()
@@ -444,8 +444,8 @@ def test_masters_are_what_training_begins_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ZeRO 2", "ZeRO 3, the folder around", "the Trainer", "Hugging Face"])
-def test_both_keep_what_lies_beside(name: str, tmp_path: Path) -> None:
-    """For the way back: the config.json and the tokenizer of a source, and its dtype."""
+def test_both_keep_the_files_beside_the_weights(name: str, tmp_path: Path) -> None:
+    """For the way back: the source's config.json, tokenizer and dtype."""
     _, write, _, _ = SOURCES[name]
     path = write(tmp_path, as_it_is)
     around = path if (path / "config.json").exists() else path.parent

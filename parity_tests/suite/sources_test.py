@@ -1,4 +1,4 @@
-"""Each kind of source that both sides can start from, through both: the same tensors to the bit, or the same error."""
+"""Each kind of source that both sides can start from: the same tensors to the bit, or the same error."""
 
 import json
 import re
@@ -56,7 +56,7 @@ MODELS: dict[str, Model] = {
 
 
 def folder_of(path: Path, model: Model) -> Tensors:
-    """A Hugging Face folder whose tensors all differ; what it holds."""
+    """A Hugging Face folder whose tensors all differ, and its content."""
     rng = np.random.default_rng(0)
 
     def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -69,13 +69,13 @@ def folder_of(path: Path, model: Model) -> Tensors:
 
 
 def read_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
-    """What jaxdist places, under torch_ref's names and in its layout."""
+    """Weights that jaxdist places, under torch_ref's names and in its layout."""
     opened.cache_clear()  # files change within a test
     return placed(path, model, starting_content(path, experiment_for(model.model_dump(), "test")))
 
 
 def read_by_convert(path: Path, model: Model) -> dict[str, np.ndarray]:
-    """What convert writes, likewise."""
+    """Weights that convert writes, likewise."""
     wanted = experiment_for(model.model_dump(), "test")
     return placed(path, model, KINDS[kind_of(path)].format.read_content(path, wanted, training=False))
 
@@ -88,7 +88,7 @@ def placed(path: Path, model: Model, content: Content) -> dict[str, np.ndarray]:
 
 
 def read_by_torch_ref(path: Path, model: Model) -> dict[str, np.ndarray]:
-    """What torch_ref places."""
+    """Weights that torch_ref places."""
     weights = Weights(path, model)
     weights.check()
     shapes = {name: tensor.shape for name, tensor in stored("torch_ref", model, READER.shapes(model)).items()}
@@ -101,7 +101,7 @@ def read_by_torch_ref(path: Path, model: Model) -> dict[str, np.ndarray]:
 
 
 def bits(array: np.ndarray) -> bytes:
-    counts = array.dtype.kind == "i"  # of batches, of 64 bits in torch and of 32 in JAX
+    counts = array.dtype.kind == "i"  # batch counters have 64 bits in torch and 32 in JAX
     return (array.astype(np.int64) if counts else array).tobytes()
 
 
@@ -114,7 +114,7 @@ def wrapped(prefix: str) -> Callable[[Tensors], Tensors]:
 
 
 def inside(tensors: Tensors) -> Tensors:
-    """As torch.compile of each block has it."""
+    """Names as with torch.compile applied to each block."""
     return {re.sub(r"\.(\d+)\.", r".\1._orig_mod.", name, count=1): tensor for name, tensor in tensors.items()}
 
 
@@ -141,7 +141,7 @@ def narrow(tensors: Tensors) -> Tensors:
 
 
 def fused(tensors: Tensors) -> Tensors:
-    """A mixture's experts as transformers 5 has them in memory."""
+    """A mixture's experts as transformers 5 holds them in memory."""
     block = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "gate": "gate"}
     kept, experts = dict[str, Tensor](), dict[tuple[str, str], list[Tensor]]()
     for name, tensor in tensors.items():
@@ -175,7 +175,7 @@ OF_TIED = {
     "head alone, compiled": lambda t: inside(head_alone(t)),
 }
 OF_MIXTURES = {"fused": fused, "fused and compiled": lambda t: wrapped("_orig_mod.")(fused(t))}
-UNBUFFERED = ("resnet", "with buffers")  # all of its buffers are statistics, which are kept
+UNBUFFERED = ("resnet", "with buffers")  # all its buffers are statistics, which are kept
 CASES = [
     *((model, change) for model in MODELS for change in CHANGES.items() if (model, *change[:1]) != UNBUFFERED),
     *((model, change) for model in ("qwen2", "gpt2") for change in OF_TIED.items()),
@@ -200,7 +200,7 @@ def test_both_place_the_same(
 
 
 def save(folder: Path, tensors: Tensors, sharded: bool = False) -> None:
-    """The weights of a folder, in one file or in two and their index."""
+    """Write a folder's weights to one file, or to two and their index."""
     (folder / SINGLE).unlink(missing_ok=True)
     if not sharded:
         save_file(tensors, folder / SINGLE)
@@ -253,7 +253,7 @@ def test_both_place_the_same_of_a_file_of_jaxdist(tmp_path: Path) -> None:
 
 
 def nanogpt(bias: bool) -> Callable[[Path], Path]:
-    """ckpt.pt of nanoGPT's."""
+    """nanoGPT's ckpt.pt."""
 
     def write(folder: Path) -> Path:
         model = GPT2(**SIZES | {"hidden": 32}, family="gpt2", gelu="exact", bias=bias)
@@ -283,7 +283,7 @@ def own_file(name: str) -> Callable[[Path], Path]:
 
 
 def beside_config(name: str) -> Callable[[Path], Path]:
-    """A state dict beside the config.json of its model."""
+    """A state dict beside its model's config.json."""
 
     def write(path: Path) -> Path:
         torch.save({"model": folder_of(path, MODELS[name])}, path / "weights.pt")
@@ -300,7 +300,7 @@ def binaries(path: Path) -> Path:
 
 
 def alone(path: Path) -> Path:
-    """A state dict that does not say what model it is."""
+    """A state dict that does not state its model."""
     torch.save(folder_of(path / "hf", MODELS["llama"]), path / "weights.pt")
     return path / "weights.pt"
 
@@ -319,7 +319,7 @@ STARTS: dict[str, tuple[Callable[[Path], Path], Model | None]] = {
 
 @pytest.mark.parametrize("name", STARTS)
 def test_both_take_the_model_of_the_same_source(name: str, tmp_path: Path) -> None:
-    """`--init` alone: the same model and data, of which all weights are placed alike."""
+    """`--init` alone gives the same model and data; all weights are placed alike."""
     write, right = STARTS[name]
     path = write(tmp_path)
     models = [parsed(side, path).model for side in SIDES]
@@ -345,7 +345,7 @@ NANOGPT_FLAGS = (
 
 
 def test_gelu_is_nanogpts_on_both_sides(tmp_path: Path) -> None:
-    """With all flags of the model but that one too; another is refused in the same words."""
+    """Also with all other flags of the model; another GELU is refused in the same words."""
     path = nanogpt(True)(tmp_path)
     models: list[Any] = [parsed(side, path, *NANOGPT_FLAGS).model for side in SIDES]
     assert models[0] == models[1] and models[0].gelu == "exact"
@@ -355,7 +355,7 @@ def test_gelu_is_nanogpts_on_both_sides(tmp_path: Path) -> None:
             parsed(side, path, "--model.gelu=tanh")
         messages.append(str(error.value))
     assert messages[0] == messages[1] and "leave out --model.gelu" in messages[0]
-    plain = GPT2(**SIZES | {"hidden": 32}, family="gpt2")  # as without the file's own word
+    plain = GPT2(**SIZES | {"hidden": 32}, family="gpt2")  # as if the file did not say
     assert "model.gelu = 'tanh'" in refused(read_by_torch_ref, path, plain)
 
 
@@ -408,7 +408,7 @@ NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 
 
 def test_layers_of_several_dtypes_are_widened(tmp_path: Path) -> None:
-    """In jaxdist they are one array."""
+    """In jaxdist they form one array."""
     model = MODELS["llama"]
     tensors = folder_of(tmp_path, model)
     mixed = {name: tensor.bfloat16() if ".0." in name else tensor for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""A run that changes its backend twice, through the converter, is the run that never did."""
+"""A run that switches its backend twice, through the converter, equals the run that never did."""
 
 from dataclasses import replace
 from functools import partial
@@ -37,14 +37,14 @@ def convert(source: Path, target: Path, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve steps of torch under FSDP, in one piece; its checkpoint after four stays."""
+    """Twelve uninterrupted steps of torch under FSDP; keeps the checkpoint after four."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     train("torch_ref", folder, 12, "--mesh", "2x1", "--checkpoint.every", "4", "--checkpoint.keep", "0")
     return folder
 
 
 def apart(folder: Path, straight: Path) -> float:
-    """The largest relative difference of a loss from the straight run's; every step must be there once."""
+    """Largest relative difference of a loss from the straight run's; every step must occur once."""
     ours, right = (read_metrics(path) for path in (folder, straight))
     assert [record["step"] for record in ours] == [record["step"] for record in right] == list(range(1, 13))
     return max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(ours, right, strict=True))

@@ -1,4 +1,4 @@
-"""A padded vocabulary is the same model, and one with new tokens a larger one: on both sides, out and back."""
+"""A padded vocabulary gives the same model, new tokens a larger one: on both sides, exported and imported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ from torch_ref.training import step as torch_step
 pytestmark = pytest.mark.long
 
 TwoRuns = Callable[[str], tuple[Path, Path]]
-V = 61  # which no mesh divides
+V = 61  # no mesh divides it
 SIZES: dict[str, Any] = {"layers": 1, "dim": 16, "heads": 2, "hidden": 24, "vocab": V, "positions": 16}
 MODELS: dict[str, Model] = {
     "llama": Llama(**SIZES, kv_heads=2, head_dim=8, init_std=0.3),
@@ -73,18 +73,18 @@ def curve(done: Run) -> np.ndarray:
 
 
 def exported(source: Path, folder: Path) -> dict[str, np.ndarray]:
-    """The weights of a run as a Hugging Face folder has them."""
+    """A run's weights as in its Hugging Face folder."""
     convert([str(source), str(folder), "--to", "hf"])
     return load_file(folder / SINGLE)
 
 
 def rows(tensors: dict[str, np.ndarray]) -> set[int]:
-    """How many rows the tensors of the vocabulary have."""
+    """Numbers of rows of the vocabulary's tensors."""
     return {len(tensors[name]) for name in OF_TOKENS if name in tensors}
 
 
 def check_grown(found: dict[str, np.ndarray], old: dict[str, np.ndarray], size: int) -> None:
-    """What there was is as it was, and the new rows are the mean of the old."""
+    """Old rows are unchanged, and new rows are the mean of the old."""
     assert rows(found) == {size}
     for name, array in old.items():
         np.testing.assert_array_equal(found[name][: len(array)], array)
@@ -95,7 +95,7 @@ def check_grown(found: dict[str, np.ndarray], old: dict[str, np.ndarray], size: 
 @pytest.mark.parametrize(("name", "chunks"), [("llama", 1), ("gpt2", 3)])
 @pytest.mark.slow
 def test_padding_changes_nothing(name: str, chunks: int, made: TwoRuns, tmp_path: Path) -> None:
-    """Losses, norms and weights, under tensor parallelism, whether the loss is computed at once or in chunks."""
+    """Losses, norms and weights under tensor parallelism, with the loss at once or in chunks."""
     config, hf = made(name)
     padded = PADDED | {"memory.loss_chunks": chunks}
     plain = run("jaxdist", tmp_path / "plain", config, PLAIN, "--init", str(hf))
@@ -118,14 +118,14 @@ def test_new_tokens_begin_as_the_mean_and_are_trained(made: TwoRuns, tmp_path: P
         check_grown(start, old, V + 2)
         done = run(side, tmp_path / side / "done", config, larger, "--init", str(begun.path))
         end = exported(done.path, tmp_path / side / "done-hf")
-        assert all((end[name][V:] != start[name][V:]).all() for name in OF_TOKENS[:2])  # each has its probability
+        assert all((end[name][V:] != start[name][V:]).all() for name in OF_TOKENS[:2])  # each token has a probability
         found[side] = curve(done)
     np.testing.assert_allclose(found["torch_ref"], found["jaxdist"], rtol=SAME)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_is_padded_otherwise(made: TwoRuns, tmp_path: Path) -> None:
-    """That of a run starts one with more tokens and other padding; without padding it is what it was."""
+    """A run's checkpoint starts one with more tokens and other padding; removing the padding restores it."""
     config, hf = made("gpt2")
     four = tmp_path / "four.toml"
     four.write_text(config.read_text().replace("vocab_multiple = 1", "vocab_multiple = 4"))
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_padded_otherwise(made: TwoRuns, tmp_path: Path) -> None
 
 
 def test_moments_go_out_and_come_back(made: TwoRuns, tmp_path: Path) -> None:
-    """A torch file has no padding; back from it, padding has no moments, and the run continues."""
+    """A torch file has no padding; read back, padding has no moments, and the run continues."""
     config, hf = made("llama")
     line = ["--config", str(config), "--mesh", "1x2", "--model.vocab_multiple", "4", "--device", "cpu"]
     line += ["--train.validation_batches", "0", "--optimizer.decay_steps", "5"]
@@ -211,10 +211,10 @@ def test_the_fix_that_a_mesh_asks_for_is_followed(mesh: str, multiple: int, fix:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_new_tokens_are_verified_by_those_that_there_were(
+def test_verification_with_new_tokens_compares_the_old_ones(
     name: str, made: TwoRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers computes the source's logits, of tokens that the source has."""
+    """transformers computes the source's logits for the source's tokens."""
     _, hf = made(name)
     larger = {"model": MODELS[name].model_dump() | {"vocab": V + 5, "vocab_multiple": 4}, "data": {"sequence": 16}}
     (tmp_path / "larger.toml").write_text(tomli_w.dumps(larger))

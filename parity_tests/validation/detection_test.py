@@ -1,4 +1,4 @@
-"""The benchmark's table is whole, and a few mistakes of different kinds are found by what finds them all."""
+"""The benchmark's table is complete, and mistakes of several kinds are detected by the same code."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_a_mistake_is_detected_and_named(benchmark: Benchmark, name: str) -> Non
 
 @pytest.mark.slow
 def test_no_mistake_is_detected_where_none_is_planted(benchmark: Benchmark) -> None:
-    """By the same way: the same entry, a run of its own, the same judgement."""
+    """By the same path: the same entry, a run of its own, the same judgement."""
     found = benchmark.find(NOTHING["torch_ref"])
     assert found.checks == () and found.named == ""
 
@@ -70,20 +70,20 @@ for name, mistake in table().items():
 
 @pytest.mark.long
 def test_every_mistake_can_be_planted() -> None:
-    """What it replaces is there: a name that moved would leave the run right, and count as not detected."""
+    """The function that it replaces exists; otherwise the run stays right and counts as not detected."""
     done = subprocess.run([sys.executable, "-c", PLANT_EACH], capture_output=True, text=True, check=True)
     assert done.stdout == ""
 
 
 def test_every_mistake_was_measured() -> None:
-    """What README says of detection is of the table as it is."""
+    """The README's detection figures cover the current table."""
     measured = json.loads(Path(__file__).with_name("measured").joinpath("detection.json").read_text(encoding="utf-8"))
     assert [finding["mistake"] for finding in measured["findings"]] == [row.name for row in table().values()]
     assert measured["detected"] == 1.0 and measured["named_right"] >= NAMED_RIGHT
 
 
-def test_what_was_found_is_not_made_again(tmp_path: Path) -> None:
-    """By the same code; a line that a kill cut short is left out."""
+def test_earlier_results_are_reused(tmp_path: Path) -> None:
+    """Results of the same code are reused; a line truncated by a kill is dropped."""
     finding = Finding.of(NOTHING["torch_ref"], Verdict([]))
     lines = [json.dumps({"code": stamp} | asdict(finding)) + "\n" for stamp in ("now", "before", "now")]
     (tmp_path / FOUND).write_text("".join(lines)[:-9], encoding="utf-8")
@@ -97,7 +97,7 @@ def test_names_are_unique_and_name_the_side() -> None:
     assert {row.side for row in rows.values()} == set(TABLES)
 
     def betas_swapped() -> None:
-        """A second one of this name."""
+        """A second mistake of this name."""
 
     with pytest.raises(ValueError, match="two mistakes"):
         mistake("jaxdist", "llama", "mathematics", "exp_avg/*")(betas_swapped)
@@ -105,7 +105,7 @@ def test_names_are_unique_and_name_the_side() -> None:
 
 @pytest.mark.slow
 def test_another_culprit_is_not_right(benchmark: Benchmark) -> None:
-    """What is named is compared, not merely that something is."""
+    """The named culprit is compared, not only that one is named."""
     from dataclasses import replace
 
     row = replace(table()["torch_ref.another_norm_eps"], culprits=("activation/layers.1.attention_norm",))

@@ -1,4 +1,4 @@
-"""The job that counts false alarms: what it makes, shares, takes up again and reports; only one test trains, slowly."""
+"""The job that counts false alarms: its runs, sharing, resuming and report; only one test trains, slowly."""
 
 import os
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ FAILS = Check("memory", "parameters", 1.0, 0.0, "why")
 
 
 class Judged(list[Case]):
-    """Stands for `begin`: keeps what it was asked, finds `alarms` to be such, and is interrupted after `most` calls."""
+    """Replaces `begin`: records its calls, judges `alarms` as false alarms, and is interrupted after `most` calls."""
 
     def __init__(self, alarms: Sequence[Case] = (), most: int = 1000) -> None:
         self.alarms, self.most = alarms, most
@@ -64,7 +64,7 @@ class Judged(list[Case]):
 
 
 def made(monkeypatch: pytest.MonkeyPatch, judged: Judged, output: Path, *argv: str) -> int:
-    """The exit code of the job over fake proofs."""
+    """Exit code of the job over fake proofs."""
     monkeypatch.setattr(false_alarms, "begin", judged)
     try:
         main(["--output", str(output), *argv])
@@ -79,9 +79,9 @@ def test_a_second_start_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         made(monkeypatch, before, tmp_path, *only)
     with (tmp_path / RESULTS).open("a") as file:
-        file.write('{"seed": 1, "fam')  # cut short by a kill
+        file.write('{"seed": 1, "fam')  # truncated by a kill
     assert made(monkeypatch, after, tmp_path, *only) == 0
-    assert len(before) == 4 and len(after) == 6 and len({*before, *after}) == 8  # one group was begun and not judged
+    assert len(before) == 4 and len(after) == 6 and len({*before, *after}) == 8  # one group was begun but not judged
     assert made(monkeypatch, done, tmp_path, *only) == 0 and not done
     assert len((tmp_path / RESULTS).read_text().splitlines()) == 8
 
@@ -100,7 +100,8 @@ def test_an_alarm_is_one_and_stays_one(
     assert f"{CASE}: Not equivalent: 1 of 1 checks fail" in said
     assert (tmp_path / "alarms" / "llama-0" / "runs").is_dir()
     assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1") == NOT_EQUIVALENT
-    assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1", "--only", "gpt2") == 0  # of what was asked for
+    # the requested part is complete
+    assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1", "--only", "gpt2") == 0
 
 
 @pytest.mark.parametrize("verdict", [Verdict([]), Verdict([HALF], open={"precision": "no run"}), Verdict([FAILS])])
@@ -131,7 +132,7 @@ def test_what_is_no_number_is_beyond_any_bound(value: float, bound: float) -> No
 
 
 def test_runs_are_shared(tmp_path: Path) -> None:
-    """The same config from the same weights is trained once, by the command of a proof by hand."""
+    """One config with one start is trained once, by the command that a user's proof runs."""
 
     class Queue(list[Sequence[str]]):
         def submit(self, module: str, arguments: Sequence[str]) -> None:
@@ -148,13 +149,13 @@ def test_runs_are_shared(tmp_path: Path) -> None:
             proof = SharedProof.of(Experiment.parse(values, source="test"), tmp_path, "cpu")
             proof = replace(proof, workers=commands, known=known, done={})  # type: ignore[arg-type]
             made.append({(side, kind): proof.run(side, kind, start) for side, kind in proof.needed()})
-    # By strategy: one device, twice on the JAX side, and reordered in bf16; by mesh: three precisions.
+    # Per strategy: one device, twice on the JAX side, and reordered in bf16; per mesh: three precisions.
     assert len(commands) == len(known) == 2 * (3 + 2) + 4 * 3 * 2
     assert len({arguments[arguments.index("--output") + 1] for arguments in commands}) == len(commands)
     assert made[3]["jaxdist", "one"] is made[8]["jaxdist", "one"]  # fsdp and 2x2
     assert made[3]["jaxdist", "one"] is not made[0]["jaxdist", "one"]  # ddp
     assert made[3]["torch_ref", "policy"] is made[5]["torch_ref", "mesh"]
-    assert not any("metrics" in vars(run) for run in known.values())  # they are queued, none has begun
+    assert not any("metrics" in vars(run) for run in known.values())  # queued; none has started
 
 
 def leave_pid(folder: Path) -> None:
@@ -162,7 +163,7 @@ def leave_pid(folder: Path) -> None:
 
 
 def renewed(folder: Path) -> tuple[list[set[int]], set[int]]:
-    """The processes of four runs, of which two ranks make two, and those that live at the end."""
+    """Process ids of four runs, as two ranks make two runs each, and those alive at the end."""
     workers.RUNS = 2
     ranks, plan, seen = Ranks(), launch.plan(Parallel(mesh="2x1"), "cpu"), []
     for _ in range(4):
@@ -177,16 +178,16 @@ def renewed(folder: Path) -> tuple[list[set[int]], set[int]]:
 
 @pytest.mark.long
 def test_ranks_are_renewed(tmp_path: Path) -> None:
-    """They would have the threads of every process group that they were in."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # ranks are forked, and this one may have threads
+    """Old ranks would keep the threads of all their process groups."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # ranks are forked, and this process may have threads
         seen, living = fresh.submit(renewed, tmp_path).result()
     assert seen[0] == seen[1] != seen[2] == seen[3]
     assert all(len(pids) == 2 for pids in seen)
     assert living == seen[3]
 
 
-def test_what_is_compiled_is_inherited() -> None:
-    """By a run of another seed, which keeps its own; and by no other precision, mesh, length or rate."""
+def test_compiled_programs_are_inherited() -> None:
+    """By a run with another seed, which keeps its own; not with another precision, mesh, length or rate."""
 
     class Machine:
         def __init__(self, experiment: Experiment) -> None:
@@ -230,7 +231,7 @@ def test_bad_arguments(tmp_path: Path, argv: list[str], message: str) -> None:
 
 
 def test_results_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They were judged by other rules; a line without a stamp as well."""
+    """Other rules judged them; a line without a stamp is refused too."""
     assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1", "--only", "gpt2,fp64,ddp") == 0
     line = (tmp_path / RESULTS).read_text()
     assert f'"code": "{code()}"' in line

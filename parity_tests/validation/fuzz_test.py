@@ -1,4 +1,4 @@
-"""Mutated files of every kind end in a ConfigError; a reader that takes one is seen."""
+"""Mutated files of every kind end in a ConfigError; a reader that accepts one is found."""
 
 import io
 import os
@@ -34,10 +34,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is limit
 
 
 def run(folder: Path, *arguments: str, before: str = "") -> "subprocess.CompletedProcess[str]":
-    """The fuzzer in a process of its own, with the code `before` run ahead of it."""
+    """The fuzzer in its own process, with the code `before` executed first."""
     script = f"{before}\nfrom parity_tests.validation import fuzz\nfuzz.main()"
     line = [sys.executable, "-c", script, str(folder), *arguments]
-    # An arena of malloc for each thread would count as memory.
+    # One malloc arena per thread would count as memory.
     return subprocess.run(line, cwd=ROOT, env=os.environ | {"MALLOC_ARENA_MAX": "1"}, capture_output=True, text=True)
 
 
@@ -47,14 +47,15 @@ def run(folder: Path, *arguments: str, before: str = "") -> "subprocess.Complete
     ("examples", "files"), [(100, 300), pytest.param(34_000, 100_000, marks=pytest.mark.slow)], ids=["quick", "slow"]
 )
 def test_mutated_files(examples: int, files: int, tmp_path: Path) -> None:
-    """The quick run draws the same each time, the slow one anew."""
+    """The quick run draws the same mutations each time, the slow one new ones."""
     start = random.randrange(10**6) if files > 1000 else 0
     done = run(tmp_path, "--examples", str(examples), "--seed", str(start))
     assert done.returncode == 0, f"--seed {start}\n{done.stdout}{done.stderr}"
     print(done.stdout)
-    told = [re.match(r"(\w+): ([\d,]+) files", line) for line in done.stdout.splitlines()]  # what readers say is not
-    counts = {found[1]: int(found[2].replace(",", "")) for found in told if found}
-    assert all(told)
+    # without the readers' own output
+    matches = [re.match(r"(\w+): ([\d,]+) files", line) for line in done.stdout.splitlines()]
+    counts = {found[1]: int(found[2].replace(",", "")) for found in matches if found}
+    assert all(matches)
     assert counts.keys() == fuzz.KINDS.keys()
     assert sum(counts[kind] for kind in ("safetensors", "index", "config", "manifest")) >= files
 
@@ -88,11 +89,11 @@ def load_as_it_is(path: Path, **_: Any) -> Any:
 
 def neighbour(tensor: torch.Tensor) -> Place:
     start, size = place(tensor)
-    return Place(start - 4 if size > 16 else start, size)  # not that of a count
+    return Place(start - 4 if size > 16 else start, size)  # not of a count
 
 
 class AsFiles(io.BytesIO):
-    """Memory is asked for as long as the reading is to be, and then read."""
+    """Allocates as much memory as a read asks for, then reads."""
 
     def read(self, size: int | None = -1) -> bytes:
         bytearray(max(size or 0, 0))
@@ -104,7 +105,7 @@ def index_from_a_file(content: io.BytesIO, size: int, index: Callable[[Any, int]
 
 
 END = 10**12
-# What is planted: the kind of file, what is put in whose place, and what the fuzzer says of it.
+# Planted: the kind of file, the replaced functions, and the fuzzer's finding.
 PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
     "any path in an index": ("index", [(foreign, "within", join)], "outside of the folder"),
     "keys twice in an index": ("index", [(bounded, "_object", last_wins)], "a key was given twice"),
@@ -126,7 +127,7 @@ PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
 }  # fmt: skip
 
 
-# Found late, or by a check that finds another of these too.
+# Found late, or by a check that finds another one too.
 LATER = ("any path in an index", "keys twice in config.json", "layers without end", "experts in all without end",
          "keys twice in an index", "blocks without end")  # fmt: skip
 

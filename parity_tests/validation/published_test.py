@@ -1,4 +1,4 @@
-"""The planner against published runs, and that a planner that is wrong would be told."""
+"""The planner against published runs; a wrong planner would be found."""
 
 from pathlib import Path
 
@@ -13,21 +13,21 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def away(run: Run) -> float:
-    """Share by which the planned pace differs from the measured."""
+    """Relative difference of the planned pace from the measured one."""
     return abs(ratio(run) - 1)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_pace_and_memory(run: Run) -> None:
-    """Memory is a sixth less, as JAX holds one array of logits."""
+    """Planned memory is a sixth less, as JAX holds one array of logits."""
     assert away(run) < 0.25
     if run.memory:
         assert 0.8 < planned(run)[0].memory["peak"] / 2**30 / run.memory < 0.88
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.source == TITAN], ids=lambda run: run.name)
-def test_what_is_not_known_of_torchtitans_gpus(run: Run) -> None:
-    """At the ends of what their rate may be, the plan is within 25 % at one and beyond at the other, as is told."""
+def test_unknown_rates_of_torchtitans_gpus(run: Run) -> None:
+    """At one end of the GPUs' possible rate the plan is within 25 %, at the other beyond."""
     least, most = (ratio(run, rate=rate) for rate in RATES)
     assert 1.15 < least < ratio(run) < 1.25 < most < 1.32
 
@@ -40,7 +40,7 @@ def test_the_readme_has_both_ratios(run: Run) -> None:
 
 
 def test_another_rate_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products at the data sheet's own rate, or memory passed over once: as those are who forget what kernels reach."""
+    """Products at the data sheet's rate, or one pass over memory, ignore what kernels reach."""
     for module, name, value in ((time, "PRODUCTS", 1.2), (decoder, "PASSES", 1)):
         with monkeypatch.context() as changed:
             changed.setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""The benchmark of conversions measures what it says, at a small size."""
+"""The conversion benchmark works, at a small size."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_all_pairs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It ends with 1 where memory or speed does not hold."""
+    """Exits with 1 where memory or speed misses its goal."""
     for name, value in {"SETTLE": 0, "MEMORY": memory, "SPEED": speed}.items():
         monkeypatch.setattr(streaming, name, value)
     monkeypatch.setattr(sys, "argv", ["streaming", "--bytes", "1e7", "--turns", "1", "--output", str(tmp_path / "new")])
