@@ -29,7 +29,7 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file's bytes. Raises OSError, and ValueError for what is not a file, or has more than `most`."""
+    """Read a file. Raises OSError, and ValueError unless it is a regular file of at most `most` bytes."""
     if (size := size_of(path)) > most:
         raise ValueError(f"it has {size:,} bytes, more than {most:,}")
     return path.read_bytes()
@@ -64,7 +64,7 @@ def _no_number(constant: str) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file. Raises OSError, and ValueError for what is none: a pipe would be waited for."""
+    """Size of a file in bytes. Raises OSError, and ValueError unless it is a regular file: reading a pipe would block."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a file")

@@ -64,7 +64,7 @@ class Registry(Mapping[str, Row], Generic[Row]):
     def register(self, row: Row, owner: Owner) -> None:
         """Add a row. One that the same package registered in an earlier import is replaced.
 
-        Raises ConfigError for what is no row, and for a name that another package, or this import, has taken.
+        Raises ConfigError unless it is a row, and if another package, or this import, has taken its name.
         """
         self._load()
         if not isinstance(row, self._row):

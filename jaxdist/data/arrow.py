@@ -20,7 +20,7 @@ class Table(NamedTuple):
 
 
 def open_table(file: Path) -> Table:
-    """Raises ConfigError for what is neither, and for names that two columns have."""
+    """Open a Parquet or Arrow file. Raises ConfigError for other files, and if two columns share a name."""
     with file.open("rb") as stream:
         head = stream.read(512)
     if head.startswith(b"PAR1"):

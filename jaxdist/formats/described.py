@@ -92,7 +92,7 @@ def config_notes(config: Path | None) -> Sequence[str]:
 
 
 def _config_source(path: Path) -> Source | None:
-    """The source whose config.json `path` is or holds; None for a run folder, and for what has none."""
+    """The source whose config.json `path` is or holds; None for a run folder, and if there is none."""
     folder = path.parent if path.name == HF_CONFIG else path
     return _hf_source(folder) if (folder / HF_CONFIG).is_file() and not (path / RUN_CONFIG).is_file() else None
 

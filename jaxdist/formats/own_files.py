@@ -12,7 +12,7 @@ FILES = "files"
 
 
 def bytes_of(path: Path, name: str, value: Any, most: int, leaf: ToLeaf) -> bytes:
-    """Raises ValueError for what is not a tensor of bytes, or has more than `most`, and ConfigError."""
+    """Raises ValueError unless it is a tensor of at most `most` bytes, and ConfigError."""
     if not is_tensor(value) or str(value.dtype) != "torch.uint8" or value.numel() > most:
         raise ValueError(f"it is not a tensor of at most {most:,} bytes")
     return leaf(path, name, value).read().tobytes()
