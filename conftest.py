@@ -37,6 +37,11 @@ COMPILED = Path(os.environ["JAXDIST_TESTS_COMPILED"])
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED / WORKER)  # each its own: JAX does not write them atomically
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores: tests wait a quarter of their time, for files, sockets and other processes."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Leave what the collection has made out of all that is looked through for garbage later."""

@@ -103,10 +103,10 @@ def test_a_run_that_diverges_ends_with_1(tmp_path: Path, capfd: pytest.CaptureFi
     assert [record["step"] for record in read_metrics(path)] == list(range(1, step))
 
 
-def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and moments stay, the schedule continues, and so does the run."""
-    path, right = tmp_path / "run", Step.accumulate
-    line = [*SHORT_RUN, "--mesh", "2x1", "--steps", "5", "--checkpoint.every", "1", "--output", str(path)]
+@pytest.fixture
+def infinite(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Plant an infinite gradient in the third step; the arguments of a run of five steps."""
+    line, right = [*SHORT_RUN, "--mesh", "2x1", "--steps", "5", "--checkpoint.every", "1"], Step.accumulate
     experiment = parse(line, "jaxdist.train", "").experiment
     third = dataset_of(experiment).batch(3, experiment.train.batch, 0).tokens.sum()
 
@@ -116,12 +116,17 @@ def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: p
         return loss, gradients | {"norm.scale": gradients["norm.scale"] * planted}, rest
 
     monkeypatch.setattr(Step, "accumulate", accumulate)
-    main([*line, "--train.nonfinite", "skip"])
-    records = read_metrics(path)
+    return line
+
+
+def test_a_step_that_is_not_finite_is_skipped(infinite: list[str], tmp_path: Path) -> None:
+    """Weights and moments stay, the schedule continues, and so does the run."""
+    main([*infinite, "--output", str(tmp_path), "--train.nonfinite", "skip"])
+    records = read_metrics(tmp_path)
     assert [record["skipped"] for record in records] == [False, False, True, False, False]
     assert records[2]["grad_norm"] is None and records[2]["loss"] > 0
-    saved = {step: checkpoint.read(path / "checkpoints" / str(step)) for step in (2, 3, 4)}
-    flat = {step: weights(path / "checkpoints" / str(step)) for step in saved}
+    saved = {step: checkpoint.read(tmp_path / "checkpoints" / str(step)) for step in (2, 3, 4)}
+    flat = {step: weights(tmp_path / "checkpoints" / str(step)) for step in saved}
     assert all(np.array_equal(flat[2][name], flat[3][name]) for name in flat[2])
     assert not all(np.array_equal(flat[3][name], flat[4][name]) for name in flat[3])
     counts = {
@@ -130,14 +135,18 @@ def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: p
     }
     assert counts == {2: [2, 2], 3: [2, 3], 4: [3, 4]}  # of Adam, of the schedule
 
-    stopped = tmp_path / "stopped"
+
+@pytest.mark.slow
+def test_a_run_ended_by_such_a_step_resumes_as_its_message_says(infinite: list[str], tmp_path: Path) -> None:
+    skipping, stopped = tmp_path / "skipping", tmp_path / "stopped"
+    main([*infinite, "--output", str(skipping), "--train.nonfinite", "skip"])
     with pytest.raises(
         TrainingError, match=r"step 3: grad_norm = inf; .* is gradient norm.scale.*/stopped/checkpoints/2"
     ):
-        main([*line[:-1], str(stopped)])
+        main([*infinite, "--output", str(stopped)])
     assert [record["step"] for record in read_metrics(stopped)] == [1, 2]
-    main([*line[:-1], str(stopped), "--resume", "--train.nonfinite", "skip"])  # as the message says
-    assert all(np.array_equal(array, weights(path)[name]) for name, array in weights(stopped).items())
+    main([*infinite, "--output", str(stopped), "--resume", "--train.nonfinite", "skip"])
+    assert all(np.array_equal(array, weights(skipping)[name]) for name, array in weights(stopped).items())
 
 
 BAD: dict[str, tuple[list[str], str]] = {

@@ -80,6 +80,7 @@ def test_all_levels_hold(proved: Path) -> None:
     assert summary["devices"] == 4 and summary["memory"]["parameters"] * 3 < summary["parameters"] * 4
 
 
+@pytest.mark.slow
 def test_a_mistake_on_the_mesh_alone_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = Step.norm
 
