@@ -64,7 +64,7 @@ def _no_number(constant: str) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Size of a file in bytes. Raises OSError, and ValueError unless it is a regular file: reading a pipe would block."""
+    """Size of a file in bytes. Raises OSError, and ValueError unless it is a regular file: a pipe would block."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a file")
