@@ -4,7 +4,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -93,8 +93,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.param_specs), rows)
 
-        run = Run(program, dataset, folder, checkpoints, schedule)
-        state, records = loop(run, compiled, state, start, startup)
+        run = Run(
+            program=program,
+            dataset=dataset,
+            folder=folder,
+            checkpoints=checkpoints,
+            schedule=schedule,
+            compiled=compiled,
+            start=start,
+            startup=startup,
+        )
+        state, records = loop(run, state)
         steps = experiment.train.steps
         validation = validation_loss(run, state)
         run.wait()  # the last step may still be being written
@@ -171,6 +180,11 @@ class Run:
     folder: RunFolder | None
     checkpoints: checkpoint.Checkpoints | None
     schedule: Saving
+    compiled: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    """The compiled step: (state, batch) -> (state, metrics)."""
+    start: int
+    """Steps done before."""
+    startup: StartupTimer
 
     @property
     def experiment(self) -> Experiment:
@@ -208,14 +222,12 @@ class Run:
         return self.schedule.interrupted(step, self.folder.checkpoints if self.folder else None)
 
 
-def loop(
-    run: Run, compiled: Any, state: TrainState, start: int, startup: StartupTimer
-) -> tuple[TrainState, list[dict[str, Any]]]:
-    """Train steps `start + 1` to `train.steps`. Returns the state after the last, and a record per step.
+def loop(run: Run, state: TrainState) -> tuple[TrainState, list[dict[str, Any]]]:
+    """Train steps `run.start + 1` to `train.steps`. Returns the state after the last, and a record per step.
 
     Raises TrainingError if a step is not finite or a save fails, Interrupted if a signal ends the run.
     """
-    experiment, folder = run.experiment, run.folder
+    experiment, folder, start = run.experiment, run.folder, run.start
     train, recorder = experiment.train, Recorder(run.program)
     rate = jax.jit(lambda step: learning_rate(experiment.optimizer, train.steps, step))
     tokens, targets = train.batch * experiment.per_row, Targets(run.dataset, train, start)
@@ -228,11 +240,11 @@ def loop(
                 if first():
                     folder.record(step, tensors)
             began = time.perf_counter()
-            state, values = compiled(state, batch)
+            state, values = run.compiled(state, batch)
             batch = run.batch(step + 1) if step < train.steps else None  # while the devices work
             loss, norm = float(values["loss"]), float(values["grad_norm"])
             seconds = time.perf_counter() - began
-            startup.mark("first step")
+            run.startup.mark("first step")
             finite = math.isfinite(loss) and math.isfinite(norm)
             scale = float(values["loss_scale"]) if "loss_scale" in values else None
             if not finite and train.nonfinite == "stop" and not experiment.precision.recovers(scale):

@@ -29,7 +29,7 @@ from jaxdist.runs.signals import Action, Interrupted, Saving
 from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.accounting.traffic import Traffic
-from torch_ref.families.models import build, module_of
+from torch_ref.families.models import module_of
 from torch_ref.formats.hf import describe, lies_beside
 from torch_ref.parallel import experts, pipeline
 from torch_ref.parallel.context import context
@@ -38,9 +38,9 @@ from torch_ref.parallel.weights import draw, fill
 from torch_ref.runtime import launch
 from torch_ref.training import checkpoint, metrics
 from torch_ref.training.elementwise import check_elementwise
-from torch_ref.training.optim import Optimizer, rule_of
-from torch_ref.training.parallelize import check_compile, check_offload, parallelize
-from torch_ref.training.program import Program
+from torch_ref.training.optim import rule_of
+from torch_ref.training.parallelize import check_compile, check_offload
+from torch_ref.training.program import Program, TrainState
 from torch_ref.training.record import Recorder, first_nonfinite, nonfinite_weight
 from torch_ref.training.step import Rows, evaluate, train_step
 
@@ -82,16 +82,14 @@ def train(
     """One rank: mesh -> model -> optimizer -> restore or initialize -> loop -> summary."""
     with launch.process_group(plan, bool(experiment.memory.offload)) as mesh, folder or nullcontext():
         with Saving(experiment.checkpoint, agree=partial(launch.greatest, device=mesh.device_type)) as schedule:
-            with torch.device("meta"):
-                plain, whole = (build(experiment.model) for _ in range(2))
-            model = parallelize(plain.to(getattr(torch, str(experiment.precision.parameters))), experiment, mesh)
             check_elementwise(experiment.optimizer, mesh.device_type)
-            program = Program(experiment, mesh, model, Optimizer(model, experiment, mesh))
+            program = Program(experiment, mesh)
             with arguments.reading_weights():
-                start = starting_state(program, arguments.init, folder)
+                start, state = starting_state(program, arguments.init, folder)
             dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
-            memory = footprint.memory(model, program.optimizer, experiment, mesh)
+            model, optimizer = state
+            memory = footprint.memory(model, optimizer, experiment, mesh)
             first = dist.get_rank() == 0
             saves = Saves(folder.checkpoints, experiment.checkpoint, first) if folder else None
             if folder:
@@ -102,22 +100,29 @@ def train(
             if first:
                 say(str(plan))
                 rows = dataset.table(experiment.train) | notes(model, memory)
-                show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(whole), rows)
+                show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(program.whole), rows)
             traffic, arithmetic = Traffic(mesh, getattr(model, "tied", None)), Arithmetic()
-            peak = footprint.Peak(model, program.optimizer.holder, mesh.device_type)
-            run = Run(program, dataset, folder, saves, schedule)
-            with reporting(experiment, folder, start) as report:
-                records = loop(run, start, report, (traffic, arithmetic, peak))
+            peak = footprint.Peak(model, optimizer.holder, mesh.device_type)
+            run = Run(
+                program=program,
+                dataset=dataset,
+                folder=folder,
+                saves=saves,
+                schedule=schedule,
+                start=start,
+                meters=(traffic, arithmetic, peak),
+            )
+            records = loop(run, state)
 
             steps = experiment.train.steps
-            validation = validation_loss(run)
+            validation = validation_loss(run, state)
             check_validation(steps, validation, run.newest)
             if saves and schedule.final() and saves.missing(steps):
-                run.keep(steps)
+                run.keep(steps, state)
             if schedule.stopping():
                 raise run.interrupted(steps)
-        memory = footprint.memory(model, program.optimizer, experiment, mesh, peak)
-        summary = metrics.summary(program, whole, memory, traffic.collectives(), records)
+        memory = footprint.memory(model, optimizer, experiment, mesh, peak)
+        summary = metrics.summary(program, memory, traffic.collectives(), records)
         summary |= {"arithmetic": arithmetic.narrowest(), "validation_loss": validation, "data": dataset.fingerprint}
         if isinstance(model, pipeline.Pipeline):
             summary["pipeline"] = {"schedule": experiment.parallel.pipeline_schedule, **model.bubble}
@@ -131,21 +136,21 @@ def train(
             launch.from_first(partial(folder.check_kept, saves))
 
 
-def starting_state(program: Program, init: Path | None, folder: RunFolder | None) -> int:
-    """Fill in the state: from the newest checkpoint, the weights `init`, or the seed. Returns the steps done."""
-    experiment, model = program.experiment, program.model
+def starting_state(program: Program, init: Path | None, folder: RunFolder | None) -> tuple[int, TrainState]:
+    """(steps already done, state): from the run folder's newest checkpoint, from the weights `init`, or the seed."""
+    experiment, state = program.experiment, program.allocate()
     step = launch.from_first(lambda: folder.resume_from(INDEX)) if folder else None
     if step is not None and folder:
-        checkpoint.restore(folder.checkpoints / str(step), program)
-        return step
+        checkpoint.restore(folder.checkpoints / str(step), program, state)
+        return step, state
     if folder and folder.resume and dist.get_rank() == 0:
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is not None:
-        checkpoint.initialize(init, model, experiment)
+        checkpoint.initialize(init, state.model, experiment)
     else:
-        fill(model, partial(draw, experiment.model, experiment.train.seed))
-    program.optimizer.begin()
-    return 0
+        fill(state.model, partial(draw, experiment.model, experiment.train.seed))
+    state.optimizer.begin()
+    return 0, state
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,10 @@ class Run:
     folder: RunFolder | None
     saves: Saves | None
     schedule: Saving
+    start: int
+    """Steps done before."""
+    meters: Iterable[AbstractContextManager[Any]]
+    """Contexts that measure one step."""
 
     @property
     def experiment(self) -> Experiment:
@@ -171,59 +180,61 @@ class Run:
         """This rank's part of a step's batch."""
         return fetch(self.dataset, self.experiment, self.program.mesh, step, split)
 
-    def keep(self, step: int) -> None:
+    def keep(self, step: int, state: TrainState) -> None:
         """Save `step`. Raises TrainingError if its weights are not finite, since no run can continue from them."""
         if not self.folder or not self.saves:
             return
-        if bad := nonfinite_weight(self.program.model):
+        if bad := nonfinite_weight(state.model):
             raise overflown(step, bad, self.newest)
         if dist.get_rank() == 0:
             self.folder.synchronize()
-        checkpoint.save(self.saves, step, self.program)
+        checkpoint.save(self.saves, step, self.program, state)
 
     def interrupted(self, step: int) -> Interrupted:
         """The exception that ends the run after `step`."""
         return self.schedule.interrupted(step, self.folder.checkpoints if self.folder else None)
 
 
-def loop(run: Run, start: int, report: Report, meters: Iterable[AbstractContextManager[Any]]) -> list[dict[str, Any]]:
-    """Train steps `start + 1` to `train.steps`, one of them within `meters`. Returns a record per step.
+def loop(run: Run, state: TrainState) -> list[dict[str, Any]]:
+    """Train steps `run.start + 1` to `train.steps`, one of them within `run.meters`; `state` is updated in place.
+    Returns a record per step.
 
     Raises TrainingError if a step is not finite or a save fails, Interrupted if a signal ends the run.
     """
-    experiment, config = run.experiment, run.experiment.train
-    tokens, targets = config.batch * experiment.per_row, Targets(run.dataset, config, start)
-    recorder = Recorder(run.program, run.folder)
-    measured = metered(range(start + 1, config.steps + 1), recorder.steps)
+    experiment, start = run.experiment, run.start
+    train, recorder = experiment.train, Recorder(run.program, state, run.folder)
+    tokens, targets = train.batch * experiment.per_row, Targets(run.dataset, train, start)
+    measured = metered(range(start + 1, train.steps + 1), recorder.steps)
     records: list[dict[str, Any]] = []
-    for step in range(start + 1, config.steps + 1):
-        began = time.perf_counter()
-        batch = run.batch(step)
-        with ExitStack() as measuring:
-            if step == measured or step in recorder.steps:
-                # Eagerly: a frame that torch.compile meets within a dispatch mode it never compiles again.
-                measuring.enter_context(torch.compiler.set_stance("force_eager"))
-            watch = measuring.enter_context(recorder.watching(step, batch))
-            for meter in meters if step == measured else ():
-                measuring.enter_context(meter)
-            values = train_step(recorder.program_of(step), batch, step, watch)
-        seconds = time.perf_counter() - began
-        scaled = values.loss_scale is not None
-        if not values.finite and config.nonfinite == "stop" and not experiment.precision.recovers(values.loss_scale):
-            tensor = first_nonfinite(run.program.model, partial(train_step, run.program, batch, step))
-            raise diverged(step, values.loss, values.grad_norm, tensor, run.newest)
-        record: dict[str, Any] = {"step": step} | {n: x for n, x in values._asdict().items() if x is not None}
-        record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
-        record |= targets.of(step, seconds)
-        if scaled or config.skip or config.nonfinite == "skip":
-            record["skipped"] = not values.finite or step in config.skip
-        records.append(record)
-        report(record)
-        due = run.schedule.due(step)
-        if due:
-            run.keep(step)
-        if due == Action.STOP:
-            raise run.interrupted(step)
+    with reporting(experiment, run.folder, start) as report:
+        for step in range(start + 1, train.steps + 1):
+            began = time.perf_counter()
+            batch = run.batch(step)
+            with ExitStack() as measuring:
+                if step == measured or step in recorder.steps:
+                    # Eagerly: a frame that torch.compile meets within a dispatch mode it never compiles again.
+                    measuring.enter_context(torch.compiler.set_stance("force_eager"))
+                watch = measuring.enter_context(recorder.watching(step, batch))
+                for meter in run.meters if step == measured else ():
+                    measuring.enter_context(meter)
+                values = train_step(recorder.program_of(step), state, batch, step, watch)
+            seconds = time.perf_counter() - began
+            scaled = values.loss_scale is not None
+            if not values.finite and train.nonfinite == "stop" and not experiment.precision.recovers(values.loss_scale):
+                tensor = first_nonfinite(state.model, partial(train_step, run.program, state, batch, step))
+                raise diverged(step, values.loss, values.grad_norm, tensor, run.newest)
+            record: dict[str, Any] = {"step": step} | {n: x for n, x in values._asdict().items() if x is not None}
+            record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
+            record |= targets.of(step, seconds)
+            if scaled or train.skip or train.nonfinite == "skip":
+                record["skipped"] = not values.finite or step in train.skip
+            records.append(record)
+            report(record)
+            due = run.schedule.due(step)
+            if due:
+                run.keep(step, state)
+            if due is Action.STOP:
+                raise run.interrupted(step)
     return records
 
 
@@ -254,7 +265,7 @@ def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int,
     return Rows(inputs, targets.long())
 
 
-def validation_loss(run: Run) -> float | None:
+def validation_loss(run: Run, state: TrainState) -> float | None:
     """Mean loss in nats per token over at most `train.validation_batches` batches of one pass over the validation
     split; None without such a split, or if the run is ended before it is known."""
     train = run.experiment.train
@@ -263,7 +274,7 @@ def validation_loss(run: Run) -> float | None:
     for step in range(1, batches + 1):
         if run.schedule.stopping():
             return None
-        total, tokens = evaluate(run.program, run.batch(step, "validation"))
+        total, tokens = evaluate(run.program, state.model, run.batch(step, "validation"))
         loss, count = loss + total, count + tokens
     return loss / count if batches else None
 

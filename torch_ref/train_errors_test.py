@@ -126,13 +126,13 @@ INFINITE = """
 import os, torch
 from torch_ref import train
 right = train.train_step
-def train_step(program, batch, step, watch):
+def train_step(program, state, batch, step, watch):
     def spoil(stage):
         if step == 3 and stage == "gradient" and os.environ["RANK"] == "1":
-            gradient = program.model.norm.weight.grad
+            gradient = state.model.norm.weight.grad
             (gradient.to_local() if hasattr(gradient, "to_local") else gradient).mul_(float("inf"))
         watch(stage)
-    return right(program, batch, step, spoil)
+    return right(program, state, batch, step, spoil)
 train.train_step = train_step
 """
 
@@ -204,7 +204,7 @@ def starting(*arguments):
     return start(*arguments)
 def signalled(*arguments):
     if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGTERM if arguments[2] == 3 else signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM if arguments[3] == 3 else signal.SIGUSR1)
     return step(*arguments)
 train.launch.process_group, train.train_step = starting, signalled
 """

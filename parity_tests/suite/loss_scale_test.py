@@ -38,9 +38,9 @@ from torch_ref import train
 from torch_ref.training import optim
 from torch_ref.parallel.weights import local
 unscale, train_step = optim.Optimizer.unscale, train.train_step
-def at(program, batch, step, watch):
-    program.optimizer.now = step
-    return train_step(program, batch, step, watch)
+def at(program, state, batch, step, watch):
+    state.optimizer.now = step
+    return train_step(program, state, batch, step, watch)
 def overflown(optimizer):
     if optimizer.now in {OVERFLOWS} and dist.get_rank() == 1:
         local(optimizer.parameters["norm.weight"].grad).mul_(float("inf"))

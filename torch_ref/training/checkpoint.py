@@ -31,19 +31,19 @@ from torch_ref.formats.finite import check_read, check_resumed, check_start
 from torch_ref.formats.reader import READER
 from torch_ref.parallel.weights import VOCABULARY, extended, fill, local, model_tensors, place
 from torch_ref.runtime.launch import from_first
-from torch_ref.training.optim import Optimizer
-from torch_ref.training.program import Program
+from torch_ref.training.program import Program, TrainState
 
 SHORT_WRITE = "unexpected pos"  # torch's zip writer says so when the disk took fewer bytes than it was given
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state to save, sharing memory with model and optimizer."""
-    state = {"model": dict(model_tensors(model)), "optimizer": {"state": optimizer.state_dict()}}
-    return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
+def tensors_of(state: TrainState) -> dict[str, Any]:
+    """The tensors to save, sharing memory with model and optimizer."""
+    model, optimizer = state
+    tensors = {"model": dict(model_tensors(model)), "optimizer": {"state": optimizer.state_dict()}}
+    return tensors | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
 
 
-def save(saves: Saves, step: int, program: Program) -> None:
+def save(saves: Saves, step: int, program: Program, state: TrainState) -> None:
     """Write `checkpoints/<step>` by all ranks, named so when complete; then remove those beyond `checkpoint.keep`."""
     folder = saves.checkpoints
     partial_path = unfinished(folder, step)
@@ -60,23 +60,22 @@ def save(saves: Saves, step: int, program: Program) -> None:
     with saves.writing(step):
         from_first(begin)
         try:
-            state = state_of(program.model, program.optimizer)
-            dcp.save(state | {"step": torch.tensor(step)}, checkpoint_id=partial_path)
+            dcp.save(tensors_of(state) | {"step": torch.tensor(step)}, checkpoint_id=partial_path)
         except CheckpointException as error:  # no Exception: it has those of the ranks, with their tracebacks
             reason = str(next(iter(error.failures.values()))[0])
             raise OSError(os.strerror(errno.ENOSPC) if SHORT_WRITE in reason else reason) from None
         from_first(finish)
 
 
-def restore(path: Path, program: Program) -> None:
+def restore(path: Path, program: Program, state: TrainState) -> None:
     """Read the checkpoint at `path` into model and optimizer. Raises ConfigError for another model's."""
     same_model(program.experiment.model, read_experiment(path).model, str(path))
-    state = state_of(program.model, program.optimizer)
-    load(path, state)
-    scaling = state.get("scaling", {})
-    check_resumed(path, state["model"], state["optimizer"]["state"], scaling)
+    tensors = tensors_of(state)
+    load(path, tensors)
+    scaling = tensors.get("scaling", {})
+    check_resumed(path, tensors["model"], tensors["optimizer"]["state"], scaling)
     if scaling:
-        program.optimizer.scaling = scaling
+        state.optimizer.scaling = scaling
 
 
 def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:

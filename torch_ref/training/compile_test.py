@@ -15,9 +15,9 @@ STAYS = """
 import torch
 from torch_ref import train
 step = train.train_step
-def looked_at(program, batch, number, watch):
+def looked_at(program, state, batch, number, watch):
     with torch.profiler.profile() as seen:
-        values = step(program, batch, number, watch)
+        values = step(program, state, batch, number, watch)
     compiled = any("CompiledFunction" in event.key for event in seen.key_averages())
     if number == program.experiment.train.steps and not compiled:
         raise SystemExit("not compiled")

@@ -39,7 +39,7 @@ from torch_ref.parallel.weights import model_tensors, named
 from torch_ref.training import step
 from torch_ref.training.optim import Optimizer
 from torch_ref.training.parallelize import parallelize
-from torch_ref.training.program import Program
+from torch_ref.training.program import Program, TrainState
 from torch_ref.training.step import Rows, train_step
 
 DECODER = {"layers": 1, "dim": 16, "heads": 2, "hidden": 24, "vocab": 32, "init_std": 0.2}
@@ -116,7 +116,7 @@ def taken(case: Case) -> Step:
         if stage == "gradient":
             gradients.update({name: p.grad.clone() for name, p in named(model) if p.grad is not None})
 
-    values = train_step(Program(experiment, MESH[0], model, optimizer), case.batch, 1, watch)
+    values = train_step(Program(experiment, MESH[0]), TrainState(model, optimizer), case.batch, 1, watch)
     return Step(values.loss, gradients, {name: t.detach().clone() for name, t in model_tensors(model)})
 
 

@@ -45,13 +45,12 @@ def median_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 def summary(
     program: Program,
-    model: nn.Module,
     memory: Mapping[str, int | None],
     collectives: Sequence[Mapping[str, Any]],
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """summary.json of the contract; `model` is the whole model, `records` are this process's steps."""
-    experiment, mesh = program.experiment, program.mesh
+    """summary.json of the contract; `memory` is in bytes per device, `records` are this process's steps."""
+    experiment, mesh, model = program.experiment, program.mesh, program.whole
     rate, target_rate = (median_of(records, name) for name in ("tokens_per_second", "target_tokens_per_second"))
     return {
         "backend": "torch",

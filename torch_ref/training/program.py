@@ -1,19 +1,44 @@
-"""A model on a mesh and its optimizer: all that a step of an experiment needs. Twin: jaxdist/training/program.py."""
+"""An experiment on a mesh, and its state. Twin: jaxdist/training/program.py."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist.config import Experiment
+from torch_ref.families.models import build
 from torch_ref.training.optim import Optimizer
+from torch_ref.training.parallelize import parallelize
+
+
+class TrainState(NamedTuple):
+    """All that training carries from step to step: this rank's part of the model, and of its optimizer with the loss
+    scale. A step updates both in place."""
+
+    model: nn.Module
+    optimizer: Optimizer
 
 
 @dataclass(frozen=True)
 class Program:
-    """This rank's part of a model that is laid out over a mesh, with its optimizer."""
+    """One experiment on one mesh."""
 
     experiment: Experiment
     mesh: DeviceMesh
-    model: nn.Module
-    optimizer: Optimizer
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The model on the meta device, not laid out."""
+        with torch.device("meta"):
+            return build(self.experiment.model)
+
+    def allocate(self) -> TrainState:
+        """The model laid out over the mesh and its optimizer; neither holds values yet."""
+        with torch.device("meta"):
+            plain = build(self.experiment.model)
+        dtype = getattr(torch, str(self.experiment.precision.parameters))
+        model = parallelize(plain.to(dtype), self.experiment, self.mesh)
+        return TrainState(model, Optimizer(model, self.experiment, self.mesh))

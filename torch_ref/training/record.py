@@ -27,7 +27,7 @@ from torch_ref.parallel.context import TIME, context
 from torch_ref.parallel.mesh import BATCH, rank_over
 from torch_ref.parallel.pipeline import parts_of
 from torch_ref.parallel.weights import local, model_tensors, named, place
-from torch_ref.training.program import Program
+from torch_ref.training.program import Program, TrainState
 from torch_ref.training.step import Rows, Watch
 
 Arrays = dict[str, np.ndarray]
@@ -169,10 +169,10 @@ def depth(name: str) -> float:
 class Recorder:
     """Records of single steps of one rank's model and optimizer."""
 
-    def __init__(self, program: Program, folder: RunFolder | None):
+    def __init__(self, program: Program, state: TrainState, folder: RunFolder | None):
         """Records go to `folder`; without one there are none."""
         self.program, self.folder = program, folder
-        self.model, self.optimizer, self.mesh = program.model, program.optimizer, program.mesh
+        self.model, self.optimizer, self.mesh = *state, program.mesh
         experiment, mesh = program.experiment, program.mesh
         self.steps = experiment.record.steps if folder else ()
         plan = FAMILIES[experiment.model.family].plan

@@ -20,7 +20,7 @@ from torch_ref.parallel.mesh import TOKENS, over
 from torch_ref.parallel.pipeline import Pipeline, parts_of
 from torch_ref.training.optim import clip, global_norm
 from torch_ref.training.parallelize import microbatch, reshard
-from torch_ref.training.program import Program
+from torch_ref.training.program import Program, TrainState
 
 
 class Rows(NamedTuple):
@@ -49,7 +49,7 @@ class Values(NamedTuple):
 Watch = Callable[[str], None]
 
 
-def train_step(program: Program, batch: Rows, step: int, watch: Watch) -> Values:
+def train_step(program: Program, state: TrainState, batch: Rows, step: int, watch: Watch) -> Values:
     """Accumulate -> unscale -> clip -> update, if loss and norm are finite and the step is not to be skipped.
 
     `watch` is called when every `.grad` is the whole `gradient`, and when `clipped`.
@@ -59,7 +59,7 @@ def train_step(program: Program, batch: Rows, step: int, watch: Watch) -> Values
     averaged over ranks, would be another loss (pytorch/torchtitan#1842). What a model adds is trained on as the mean
     over microbatches, and is not part of the reported loss.
     """
-    experiment, mesh, model, optimizer = program.experiment, program.mesh, program.model, program.optimizer
+    experiment, mesh, (model, optimizer) = program.experiment, program.mesh, state
     model.zero_grad(set_to_none=True)
     count = sum_over_batch((batch.targets != IGNORED).sum(), mesh)
     parts, config = experiment.train.accumulation, experiment.model
@@ -148,10 +148,10 @@ def sum_over_parts(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(program: Program, batch: Rows) -> tuple[float, float]:
+def evaluate(program: Program, model: nn.Module, batch: Rows) -> tuple[float, float]:
     """Sum of cross-entropy over the global batch in nats, and its number of valid tokens or images. By microbatches, so
     that it takes no more memory than the step."""
-    experiment, mesh, model = program.experiment, program.mesh, program.model
+    experiment, mesh = program.experiment, program.mesh
     count, config = (batch.targets != IGNORED).sum(), experiment.model
     total = torch.zeros((), dtype=torch.float64, device=count.device)
 
