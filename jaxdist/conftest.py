@@ -19,7 +19,7 @@ MIXTRAL = {
     "family": "mixtral", "layers": 2, "dim": 40, "heads": 12, "kv_heads": 4, "head_dim": 8, "hidden": 24, "vocab": 64,
     "init_std": 0.2, "experts": 8, "top_k": 3, "balance": 0.05,
 }  # fmt: skip
-# Arguments of a run of seconds.
+# Arguments of a run that takes seconds.
 SHORT_RUN = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
     "--model.hidden", "48", "--data.sequence", "16", "--train.batch", "8", "--train.validation_batches", "1",
@@ -28,7 +28,7 @@ SHORT_RUN = [
 
 
 def tiny(**sections: Any) -> Experiment:
-    """A model whose sizes all differ, so that none can stand for another: 12 query and 4 kv heads, H·C = 96 ≠ D."""
+    """A model whose sizes all differ, so none can be mistaken for another: 12 query and 4 kv heads, H·C = 96 ≠ D."""
     model = {
         "family": "llama", "layers": 2, "dim": 40, "heads": 12, "kv_heads": 4, "head_dim": 8, "hidden": 56, "vocab": 64,
         "qk_norm": True, "qkv_bias": True, "init_std": 0.2,
@@ -46,14 +46,14 @@ def tiny(**sections: Any) -> Experiment:
 
 
 def open_dataset(data: Data, vocab: int) -> Dataset:
-    """The data of an experiment whose model has `vocab` tokens."""
+    """Data of an experiment whose model has `vocab` tokens."""
     experiment = tiny()
     model = experiment.model.model_copy(update={"vocab": vocab})
     return dataset_of(experiment.model_copy(update={"data": data, "model": model}))
 
 
 def often(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Parameters of a test, those that are not `quick` marked slow."""
+    """Parameters of a test; those not in `quick` are marked slow."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
@@ -69,7 +69,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """8 steps without a stop on fsdp=2, tensor=2."""
+    """8 uninterrupted steps on fsdp=2, tensor=2."""
     from jaxdist.train import main
 
     path = tmp_path_factory.mktemp("runs") / "straight"
@@ -78,7 +78,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(*argv: str) -> int | str | None:
-    """Train by the command line in this process, to its exit code; what it says is in `capfd`."""
+    """Run a training command in this process and return its exit code; `capfd` has its output."""
     from jaxdist.train import main
 
     with pytest.raises(SystemExit) as end:

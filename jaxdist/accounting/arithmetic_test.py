@@ -1,4 +1,4 @@
-"""What may not be computed in few bits is seen where it is, in the blocks of a scan and in the backward pass too."""
+"""Precision-sensitive operations in narrow dtypes are found, also in a scan over blocks and in the backward pass."""
 
 from typing import Any
 

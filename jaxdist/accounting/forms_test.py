@@ -1,4 +1,4 @@
-"""A family or an optimizer without closed forms: what a plan and a run tell of it, and what they call unknown."""
+"""A family or an optimizer without closed forms: what plan and run report, and what they call unknown."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,8 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 
 
 def test_a_plan_without_closed_forms_shows_the_state(forms: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Parameters and optimizer state are any family's; what a step holds, sends and takes is null, not an error."""
+    """Parameters and optimizer state are known for any family; unknown memory, traffic and time are null, not an
+    error."""
     whole = told(capsys, "--mesh", "2x4")
     forms(None)
     found = told(capsys, "--mesh", "2x4")
@@ -64,7 +65,7 @@ def test_what_ranks_or_draws_needs_a_closed_form(more: list[str], forms: Any, tm
 
 
 def test_each_form_is_known_by_itself(forms: Any) -> None:
-    """FLOPs without the rest; memory without traffic fits or not, and takes an unknown time."""
+    """FLOPs alone; memory alone fits or not, with unknown time."""
     e = load(None, {"parallel.mesh": "2x4"})
     own = accounting_of(e.model)
     known = Plan(e, hardware("h100"))
@@ -79,7 +80,7 @@ def test_each_form_is_known_by_itself(forms: Any) -> None:
 
 @pytest.fixture
 def rule(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Registers the optimizer `norms`, whose every update depends on a whole parameter."""
+    """Registers the optimizer `norms`, whose update depends on whole parameters."""
 
     def register(**pieces: Any) -> None:
         row = UpdateRule("norms", pieces.pop("states", {"exp_avg": ALL}), "nowhere:rule", **pieces)

@@ -1,4 +1,4 @@
-"""The closed form of what a device holds against shapes and compiled programs."""
+"""The closed form of a device's memory against shapes and compiled programs."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +26,7 @@ NANOGPT = GPT2 | {"gelu": "exact", "bias": False}
 MIXTRAL = {"family": "mixtral", "layers": 2, "dim": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 128}
 WIDER = MIXTRAL | {"dim": 128, "head_dim": 16, "hidden": 256}
 RESNET = {"family": "resnet", "depths": [1, 1], "widths": [64, 128], "stem": 16, "image": 32, "classes": 8}
-# Whose weights dwarf the activations of so few tokens, whose scores dwarf all else, and whose vocabulary does.
+# Cases dominated by weights, by attention scores, and by the vocabulary.
 WEIGHTS = {"model.layers": 16, "model.dim": 256, "model.head_dim": 32, "model.hidden": 1024, "data.sequence": 8}
 SCORES = {"data.sequence": 1024, "train.batch": 16, "model.layers": 2}
 VOCABULARY = {"model.vocab": 16384, "model.layers": 2}
@@ -35,11 +35,11 @@ WIDE = {"model.dim": 512, "model.head_dim": 64, "model.hidden": 2048, "data.sequ
 
 
 def experiment(**overrides: Any) -> Experiment:
-    """The default config with fields by `section.field`, on the mesh of `parallel.mesh`."""
+    """The default config with `section.field` keys, on the mesh of `parallel.mesh`."""
     values: dict[str, Any] = {section: dict(fields) for section, fields in DEFAULT.items()}
     for name, value in overrides.items():
         section, _, field = name.partition(".")
-        if field == "policy":  # which the other dtypes follow
+        if field == "policy":  # the other dtypes follow it
             values[section] = {field: value}
         elif field:
             values.setdefault(section, {})[field] = value
@@ -53,7 +53,7 @@ def footprint(e: Experiment) -> Footprint:
 
 
 def of_compiled(case: dict[str, Any]) -> float:
-    """The form's peak as a share of the compiled program's, which leaves out what lies on the host."""
+    """Closed-form peak over the compiled program's, both without memory on the host."""
     e = experiment(**case)
     held = compile_plan(e).memory
     return (footprint(e).total - held["host"]) / held["peak"]
@@ -80,8 +80,8 @@ def name_of(case: Any) -> str:
 
 
 @pytest.mark.parametrize("case", STATE, ids=name_of)
-def test_what_stays_between_steps_is_exact(case: dict[str, Any]) -> None:
-    """Parameters and optimizer state are, byte for byte, those of the arrays of the program."""
+def test_the_state_between_steps_is_exact(case: dict[str, Any]) -> None:
+    """Parameters and optimizer state match the program's arrays, byte for byte."""
     e = experiment(**case)
     program, form = Program(e, make_mesh(e, "cpu")[0]), footprint(e)
     trained = {n: a for n, a in program.abstract.parameters.items() if not program.param_specs[n].statistic}
@@ -98,7 +98,7 @@ CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "fsdp=2,context=4", "parallel.context": "ulysses"},
     {"parallel.mesh": "2x4", "memory.remat": "selective", "memory.loss_chunks": 8} | VOCABULARY,
 ]
-# The other terms, what dwarfs all else, and other sizes and combinations.
+# The other terms, dominating terms, and other sizes and combinations.
 MORE: list[dict[str, Any]] = [
     {"parallel.mesh": "pipeline=4"} | DEEP,
     {"parallel.mesh": "expert=4,fsdp=2", "model": WIDER, "precision.policy": "bf16"},
@@ -167,8 +167,8 @@ def test_the_peak_of_a_compiled_step(case: dict[str, Any]) -> None:
     assert of_compiled(case) == pytest.approx(1, rel=0.1)
 
 
-# Of two stages, whose last tick XLA unrolls, it holds embedding and head once more; of a loop over two blocks, one of
-# which is computed again under `selective`, what the other keeps as well.
+# XLA holds more: with two stages, whose last tick it unrolls, embedding and head once more; in a loop over two blocks,
+# one recomputed under `selective`, the other's activations.
 FAR: list[tuple[dict[str, Any], float]] = [
     ({"parallel.mesh": "pipeline=2,fsdp=4"} | DEEP | WIDE, 0.83),
     ({"parallel.mesh": "8x1", "memory.remat": "selective", "memory.remat_every": 2}, 0.84),
@@ -202,7 +202,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
 
 
 def drawn(random: Random) -> dict[str, Any]:
-    """One of each, hidden and heads growing with the width of the model."""
+    """One of each, with hidden and heads growing with the model's width."""
     case = {name: random.choice(choices) for name, choices in DRAWN.items()}
     model, dim = case.pop("model"), case.pop("model.dim")
     sizes = {"layers": case.pop("model.layers"), "dim": dim, "hidden": model["hidden"] * dim // model["dim"]}
@@ -213,9 +213,9 @@ def drawn(random: Random) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_peaks_of_ordinary_configurations() -> None:
-    """Of 60 drawn at random from those that are not refused, 19 of 20 are within 10 %, and all within 20 %."""
+    """Of 60 random accepted configurations 19 in 20 are within 10 %, and all within 20 %."""
     random, off = Random(0), list[float]()
-    for _ in range(200):  # of which more than a half are refused
+    for _ in range(200):  # more than half are refused
         with suppress(ConfigError):
             off.append(abs(of_compiled(drawn(random)) - 1))
         if len(off) == 60:
@@ -226,7 +226,7 @@ def test_peaks_of_ordinary_configurations() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_kept_activations_are_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form says what a mode of rematerialization leaves, not what the program happens to take."""
+    """The form counts what a rematerialization mode keeps, not what the program happens to hold."""
     e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode, "data.sequence": 256})
     predicted = footprint(e).total
     monkeypatch.setitem(rematerialization.POLICIES, mode, rematerialization.POLICIES["none"])
@@ -234,15 +234,15 @@ def test_kept_activations_are_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_gpu_fetches_what_is_updated() -> None:
-    """Sharded moments and, where they are offloaded too, whole weights; nothing where the host's memory is its own."""
+    """Sharded moments and, if they are offloaded too, full weights; nothing where the host's memory is the device's."""
     e = experiment(**{"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.offload": "optimizer,parameters"})
     form = footprint(e)
     whole = form.elements(False) * 4
     assert form.fetched == 0 and replace(form, platform="gpu").fetched == whole + 2 * whole / 8
 
 
-def test_what_platforms_differ_in() -> None:
-    """16 bits are 32 on CPUs; fused attention and its workspaces are a GPU's; TPUs have grouped products."""
+def test_differences_between_platforms() -> None:
+    """CPUs widen 16 bits to 32; fused attention and its workspaces are for GPUs; TPUs have grouped products."""
     e = experiment(model=MIXTRAL, **{"parallel.mesh": "expert=2", "precision.policy": "bf16"})
     form = footprint(e)
     assert isinstance(form, DecoderFootprint)

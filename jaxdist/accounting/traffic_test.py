@@ -1,4 +1,4 @@
-"""Bytes on the wire of every strategy: counted in the program, in its compiled form, and by the closed form."""
+"""Bytes sent under every strategy: counted in the program, in its compiled form, and by the closed form."""
 
 import math
 import re
@@ -23,7 +23,7 @@ from jaxdist.training.step_test import CASES, EXPERT_CASES, EXPERTS, QUICK
 
 pytestmark = pytest.mark.long
 
-BOUND = 1.05  # of the contract; the measured ratios are below 1.001
+BOUND = 1.05  # the contract's; measured ratios are below 1.001
 SIZES = {"f64": 8, "f32": 4, "s32": 4, "s64": 8, "u32": 4}
 
 
@@ -37,11 +37,11 @@ def trace(p: Program) -> Any:
 
 
 def ratios(p: Program) -> dict[str, float]:
-    """Bytes counted over the closed-form least, by mesh axis; what goes over several at once counts as the first's."""
+    """Counted bytes over the closed form's, by mesh axis; a collective over several axes counts for the first."""
     sent: dict[str, float] = {}
     for collective in traffic.count(trace(p).jaxpr):
         axis = collective.axis.partition("+")[0]
-        if collective.bytes / collective.count > 16:  # not the norm, a number per device
+        if collective.bytes / collective.count > 16:  # without the norm, one number per device
             sent[axis] = sent.get(axis, 0) + collective.bytes
     least = least_bytes(p.experiment, p.param_specs, axes_of(p.mesh)) or {}
     return {axis: sent.get(axis, 0) / least.get(axis, math.inf) for axis in sent.keys() | least.keys()}
@@ -63,7 +63,7 @@ def test_sends_the_least_in_bf16(case: str) -> None:
 @pytest.mark.parametrize("case", often(["zero1", "2x4", "2x2x2"], ["2x4"]))
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_an_update_by_the_whole_sends_the_least(name: str, case: str) -> None:
-    """To the byte, beside what AdamW's run sends."""
+    """Exact to the byte, beyond what AdamW's run sends."""
     p, plain = program(**CASES[case], optimizer={"name": name}), program(**CASES[case])
     sent = [sum(collective.bytes for collective in traffic.count(trace(q).jaxpr)) for q in (p, plain)]
     least = traffic.least_of_update(p.experiment, p.param_specs, axes_of(p.mesh))
@@ -96,7 +96,7 @@ def least_is_sent(case: str, capacity: float) -> None:
 
 
 def test_rows_gathered_beyond_need_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: results are summed on every device of the group, each of which keeps its own tokens'."""
+    """Planted: results are summed on every device of the group, which then keeps those of its own tokens."""
 
     def summed(x: Any, axis: str, **_: Any) -> Any:
         size = x.shape[0] // jax.lax.axis_size(axis)
@@ -115,7 +115,7 @@ def test_an_unknown_collective_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_closed_form_of_the_contract() -> None:
-    """2P(n-1)/n for all but fsdp; for fsdp 3P(n-1)/n of the blocks' matrices, and 2P(n-1)/n of the rest."""
+    """2P(n-1)/n for all but fsdp, which sends 3P(n-1)/n for the blocks' matrices and 2P(n-1)/n for the rest."""
     p = program(**CASES["fsdp"])
     size = sum(math.prod(spec.shape) * 4 for spec in p.param_specs.values())
     again = [x for name, x in p.param_specs.items() if name.startswith("layers.") and x.decays]
@@ -129,7 +129,7 @@ def test_closed_form_of_the_contract() -> None:
 
 
 def forgotten(self: Parallel, x: Any) -> Any:
-    """Planted: no `enter`, so that JAX inserts a sum per product. The gradients stay right; only bytes tell."""
+    """Planted: without `enter` JAX inserts a sum per product. Gradients stay right; only the bytes show it."""
     return x
 
 
@@ -151,7 +151,8 @@ def test_compiled_program_sends_what_was_counted(case: str) -> None:
 
 
 def liftable(p: Program) -> float:
-    """Bytes that XLA may save by lifting gathers of what lies outside the blocks out of the loop over microbatches."""
+    """Bytes that XLA may save by hoisting gathers of parameters outside the blocks out of the loop over
+    microbatches."""
     if not p.strategy.reshards:
         return 0
     mesh, again = axes_of(p.mesh), p.experiment.train.accumulation - 1
@@ -172,7 +173,7 @@ def test_gradients_travel_in_the_dtype_of_the_policy(case: str, reduce: str | No
 
 
 def compiled_bytes(hlo: str) -> float:
-    """Bytes a device sends, from compiled HLO text: an account of its own, by other means than `traffic.count`."""
+    """Bytes that a device sends, from compiled HLO text, independently of `traffic.count`."""
     bodies: dict[str, list[str]] = {}
     entry = name = ""
     for line in hlo.splitlines():
@@ -221,7 +222,7 @@ def compiled_bytes(hlo: str) -> float:
 
 
 def test_experiment_is_what_is_counted() -> None:
-    """A planted mistake: twice the batch doubles the tensor axis' bytes, and the ratio sees it."""
+    """Planted: twice the batch doubles the tensor axis' bytes, and the ratio shows it."""
     p = program(**CASES["tensor"])
     doubled = Experiment.parse(p.experiment.model_dump() | {"train": {"steps": 20, "batch": 32}}, source="test")
     sent = sum(c.bytes for c in traffic.count(trace(p).jaxpr))

@@ -1,4 +1,4 @@
-"""The benchmark's command: what it measures, writes, prints and refuses. No test here is timed."""
+"""The benchmark's command: measurements, files, output and refusals. No test here is timed."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def planted(bench: Bench) -> Iterator[Figure]:
 
 
 def every(section: str) -> tuple[Figure, ...]:
-    """Figures as a section has them."""
+    """Figures as in a section."""
     if section == "start":
         ratio = Figure("cold start over warm start", (3.0, 4.0), goal=Goal("at least", 3.0))
         stages = [Figure(f"{kind}: {stage}", (1.0,), "s") for stage in start.STAGES for kind in ("cold", "warm")]
@@ -45,7 +45,7 @@ def every(section: str) -> tuple[Figure, ...]:
 
 @pytest.fixture
 def result(tmp_path: Path) -> Path:
-    """A bench.json of all sections."""
+    """A bench.json with all sections."""
     (file := tmp_path / "bench.json").write_text(
         json.dumps(
             command.figures.to_json({name: Section(every(name), EARLIER, ("a note",)) for name in command.SECTIONS})
@@ -57,7 +57,7 @@ def result(tmp_path: Path) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(command.SECTIONS, "pace", ("Pace", planted))
-    monkeypatch.setattr(command.Others, "share", 0.0)  # whatever else the machine does
+    monkeypatch.setattr(command.Others, "share", 0.0)  # whatever else the machine runs
 
 
 @pytest.mark.usefixtures("quick")
@@ -75,8 +75,8 @@ def test_one_object_and_a_folder(tmp_path: Path, capsys: Capsys, result: Path) -
 
 
 @pytest.mark.usefixtures("quick")
-def test_sections_that_are_there_are_kept(result: Path) -> None:
-    """But for those of another machine."""
+def test_earlier_sections_are_kept(result: Path) -> None:
+    """Except those from another machine."""
     command.main(["--only", "pace", "--device", "cpu", "--output", str(result.parent)])
     found = read(result, "--results")
     assert found.keys() == command.SECTIONS.keys() and found["start"].stamp == EARLIER != found["pace"].stamp
@@ -88,7 +88,7 @@ def test_a_page_is_drawn(result: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command.main(["--results", str(result), "--output", str(tmp_path / "out"), "--compare", str(result)])
     page = (tmp_path / "out" / "bench.html").read_text()
-    assert page.count("<svg") == len(command.SECTIONS) + 1  # stages besides
+    assert page.count("<svg") == len(command.SECTIONS) + 1  # plus the stages
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org/", "")
     for text in (*(title for title, _ in command.SECTIONS.values()), "missed", "a note", "commit abc", "now / then"):
         assert text in page, text
@@ -117,7 +117,7 @@ def test_a_readme_without_a_place_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_an_incomplete_result_is_shown_as_far_as_it_goes(result: Path, tmp_path: Path) -> None:
-    """One written by hand or by an earlier version: rows and stages that lack one of their figures are left out."""
+    """Handwritten or from an earlier version: rows and stages without a figure are left out."""
     sections = json.loads(result.read_text())
     for name, kept in ("facts", "memory"), ("start", "cold"):
         figures = sections[name]["figures"]
@@ -130,7 +130,7 @@ def test_an_incomplete_result_is_shown_as_far_as_it_goes(result: Path, tmp_path:
 
 @pytest.mark.parametrize("names", [(), ("of an older benchmark",)])
 def test_a_result_without_sections_is_refused(names: Sequence[str], result: Path, tmp_path: Path) -> None:
-    """And what stands in the README stays."""
+    """The README keeps its content."""
     pace = json.loads(result.read_text())["pace"]
     (empty := tmp_path / "empty.json").write_text(json.dumps(dict.fromkeys(names, pace)))
     (file := tmp_path / "README.md").write_text(f"{readme.BEGIN}\nearlier\n{readme.END}\n")
@@ -165,7 +165,7 @@ def test_bad_input(line: Sequence[str], says: str) -> None:
 
 
 def test_sides_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In each pair the other one begins; a ratio is of the runs of one pair."""
+    """The side that starts alternates from pair to pair; a ratio is within a pair."""
     lines: list[str] = []
 
     class Ran:
@@ -189,7 +189,7 @@ def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_the_work_of_others_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a share of all cores; nothing of it where the system does not tell."""
+    """As a share of all cores; None where the system does not tell."""
     share = Others().share
     assert share is None or 0 <= share <= 1
     for seconds, share in ([(5.0, 7.0), (15.0, 12.0)], 0.25), ([None, None], None):
@@ -199,7 +199,7 @@ def test_the_work_of_others_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_run_reports_its_steps_and_stages(tmp_path: Path) -> None:
-    """And keeps its programs beside its folder."""
+    """Its compiled programs are cached beside its folder."""
     found = runs.train("jaxdist", ["--steps", str(runs.WARM_UP + 2), *TINY], tmp_path / "run")
     assert len(found.seconds) == 2 and found.step > 0
     assert tuple(found.summary["start_seconds"]) == start.STAGES
@@ -207,8 +207,8 @@ def test_a_run_reports_its_steps_and_stages(tmp_path: Path) -> None:
     assert (tmp_path / "cache" / "jaxdist" / "compiled").is_dir()
 
 
-def test_what_is_apart_has_devices_and_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what it is given, before JAX is imported there; JAX's own variables of the cache would go before it."""
+def test_a_separate_process_has_its_own_devices_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set before JAX is imported there; JAX's own cache variables, which would win, are unset."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "another")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with runs.apart(XDG_CACHE_HOME="mine", JAX_NUM_CPU_DEVICES="3") as call:

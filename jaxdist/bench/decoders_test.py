@@ -1,4 +1,4 @@
-"""Decoders on one GPU: which are taken, and what is made of their runs. None runs on a GPU here, none is timed."""
+"""Decoders on one GPU: which are measured, and the figures of their runs. None runs on a GPU or is timed here."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 class Ran:
-    """A run of steps of two seconds in JAX, one in torch, in 30 and in 40 GB."""
+    """Results of a run: steps of two seconds in JAX, one in torch, in 30 and 40 GB."""
 
     def __init__(self, side: str) -> None:
         self.step = {"jaxdist": 2.0, "torch_ref": 1.0}[side]
@@ -30,7 +30,7 @@ class Ran:
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, *, fails: str = "") -> list[Sequence[str]]:
-    """Have runs be made without being made; their command lines."""
+    """Replaces runs by made-up results and records their command lines."""
     lines: list[Sequence[str]] = []
 
     def train(side: str, line: Sequence[str], output: Path) -> Ran:
@@ -61,7 +61,7 @@ def test_the_first_way_that_has_room(device: str, way: tuple[str, str]) -> None:
 
 
 def test_figures_of_a_row(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    """Both sides get the same line; torch is half as slow and takes a third more."""
+    """Both sides get the same command line; torch takes half the time and a third more memory."""
     lines = ran(monkeypatch)
     share, rate, memory = compare(bench, Row("llama-1b", tokens=16384), 8192, H100, ceiling=1e14)
     assert [line[0] for line in lines] == ["jaxdist", "torch_ref", "torch_ref", "jaxdist"]
@@ -70,7 +70,7 @@ def test_figures_of_a_row(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None
     assert rate.values == (0.5, 0.5) and not rate.met and rate.beside["JAX, tokens/s"] == 8192
     assert memory.values == (0.75, 0.75) and memory.met and memory.beside["torch.compile, GB"] == 40
     assert share.values == (8192e9 / 1e14,) * 2 and share.goal is None
-    half = 8192 * 6 * 16 * 2048 * 8192 / 1e12  # tokens/s, and what causal attention leaves out of its square
+    half = 8192 * 6 * 16 * 2048 * 8192 / 1e12  # tokens/s, and the half that causal attention saves
     assert share.beside["with the whole square"] == pytest.approx(share.beside["TFLOP/s"] + half)
 
 
@@ -78,7 +78,7 @@ def test_figures_of_a_row(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None
 def test_a_side_that_fails_is_noted(
     fails: str, side: str, left: int, monkeypatch: pytest.MonkeyPatch, bench: Bench
 ) -> None:
-    """Once; the other continues."""
+    """Noted once; the other side continues."""
     lines = ran(monkeypatch, fails=fails)
     assert len(list(compare(bench, ROWS[0], 4096, H100, 1e14))) == left
     assert len(lines) == 3 and bench.notes == [f"llama-1b, T 4096: {side}: no memory left"]
@@ -106,7 +106,7 @@ def test_devices_by_their_names() -> None:
 
 @pytest.mark.slow
 def test_on_cpus_in_earnest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The whole section, of a small model, a small product and eager torch, in place of a GPU's."""
+    """The whole section for a small model, a small product and eager torch, on CPUs."""
     monkeypatch.setattr(decoders, "gpus", lambda: ("NVIDIA H100",))
     monkeypatch.setattr(decoders, "SIZE", 64)
     monkeypatch.setattr(decoders, "ROWS", (Row("default", tokens=256, lengths=(128,)),))

@@ -1,4 +1,4 @@
-"""Bytes sent and held are within their bounds, and mistakes that cost either are beyond them."""
+"""Bytes sent and held are within their bounds; mistakes that add to either exceed them."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.long
 
 
 def met(name: str) -> list[bool | None]:
-    """Of traffic and memory."""
+    """Whether the figures of traffic and memory meet their goals."""
     return [figure.met for figure in figures(name, of_row(name))]
 
 
@@ -23,19 +23,19 @@ def test_a_strategy_sends_and_holds_no_more(name: str) -> None:
 
 
 def test_a_sum_too_many_is_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: no `enter`, so that JAX inserts a sum for each product."""
+    """Planted: without `enter` JAX inserts a sum for each product."""
     monkeypatch.setattr(Parallel, "enter", lambda self, x: x)
     assert of_row("2x4").traffic > TRAFFIC.value and met("2x4") == [False, True]
 
 
 def test_activations_that_are_kept_are_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: what is to be computed again is kept."""
+    """Planted: activations are kept instead of recomputed."""
     monkeypatch.setitem(rematerialization.POLICIES, "full", rematerialization.POLICIES["none"])
     assert of_row("fsdp, remat full").memory > MEMORY.value and met("fsdp, remat full") == [True, False]
 
 
 @pytest.mark.slow
 def test_weights_that_are_gathered_before_the_first_tick_are_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: XLA may take out of a pipeline's loops what all ticks gather alike."""
+    """Planted: XLA may hoist gathers out of a pipeline's loops over ticks."""
     monkeypatch.setattr(pipeline, "not_before", lambda t, weights: weights)
     assert of_row("pipeline").memory > MEMORY.value and met("pipeline") == [True, False]

@@ -1,4 +1,4 @@
-"""Medians, spreads, goals, and what may be said of two results."""
+"""Medians, spreads, goals, and comparisons of two results."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The fixes that the benchmark's messages give are followed literally, until it reports. No test here is timed."""
+"""Following the fixes in the benchmark's messages literally leads to a report. No test here is timed."""
 
 import json
 import re
@@ -18,7 +18,7 @@ __all__ = ["quick", "result"]  # fixtures
 
 EARLIER = "give the bench.json of an earlier --output"
 GPU = ["--only", "gpu", "--device", "gpu"]
-# A command line -> the fix in its message -> command lines that follow it.
+# command line -> the fix in its message -> command lines that follow it
 FOLLOWED: list[tuple[Sequence[str], str, Sequence[Sequence[str]]]] = [
     (["--results", "nowhere.json"], EARLIER, [["--results", "earlier/bench.json"]]),
     (["--results", "text.json"], EARLIER, [["--results", "earlier/bench.json"]]),
@@ -56,7 +56,7 @@ WRITTEN = "write them there once"
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, result: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command lines name; of two sections, one measures what is planted, the other nothing."""
+    """Files that the command lines name; one of two sections measures planted figures, the other none."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(decoders, "here", lambda: None)
     (tmp_path / "earlier").mkdir()
@@ -95,7 +95,7 @@ def test_lines_are_written_where_a_readme_has_none(text: str, tmp_path: Path) ->
 
 
 def test_every_fix_is_followed() -> None:
-    """A message that gives a new one has to be followed here."""
+    """Each fix in the source is among those that the tests above follow."""
     known = {fix for _, fix, _ in FOLLOWED} | {WRITTEN}
     modules = [Path(module.__file__ or "") for module in (command, figures, readme, runs)]
     assert not [p for p in advice(*modules) if not any(re.fullmatch(p, fix) for fix in known)]

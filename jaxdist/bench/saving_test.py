@@ -1,4 +1,4 @@
-"""The benchmark of saving measures what it says, at a small size."""
+"""The benchmark of saving works, at a small size."""
 
 import time
 from dataclasses import replace
@@ -21,7 +21,7 @@ TINY = [
 
 @pytest.mark.slow
 def test_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run that saves and one that never does, each in a process of its own."""
+    """A run that saves and one that never does, each in its own process."""
     monkeypatch.setattr(saving, "TENFOLD", TINY)
     monkeypatch.setattr(saving, "STEPS", 60)
     said: list[str] = []
@@ -29,15 +29,14 @@ def test_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < blocked.median < 100 and blocked.goal == saving.BLOCKED and slower.unit == "%" and len(said) == 2
 
 
-def test_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saves of the steps from `start` on, but for that of the last, which all runs make. Memory is kept as it is
-    where a command trains."""
+def test_which_saves_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves from step `start` on, except the last step's, which all runs make. Freed memory is kept as in training."""
     kept: list[Any] = []
     monkeypatch.setattr(train, "keep_freed", kept.append)
     monkeypatch.setattr(saving, "STEPS", 3)
     monkeypatch.setattr(train.Run, "keep", slow := lambda *_: time.sleep(0.1))
     saved = saving.train(saving.command([*TINY, "--device", "cpu"], 1, tmp_path / "a"), start=1)
-    assert 0.2 <= saved.blocked < 0.4 and saved.seconds > saved.blocked  # of steps 1 and 2
+    assert 0.2 <= saved.blocked < 0.4 and saved.seconds > saved.blocked  # for steps 1 and 2
     monkeypatch.setattr(train.Run, "keep", slow)
     never = saving.train(saving.command([*TINY, "--device", "cpu"], 0, tmp_path / "b"), start=1)
     assert never.blocked == 0 < never.seconds and len(kept) == 2

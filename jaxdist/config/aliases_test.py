@@ -1,4 +1,4 @@
-"""Each name and value of another trainer is told as what it is here; what is told is accepted when it is followed."""
+"""Names and values of other trainers are answered by ours, which are accepted when the answer is followed."""
 
 import re
 import tomllib
@@ -13,19 +13,19 @@ from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.aliases import ALONG_NAMES, AXIS_NAMES, FLAG, NAMES, NOT_HERE_NAMES, OFF, SECTION_NAMES, VALUE_NAMES
 from jaxdist.config.parallel import Parallel
 
-# What else is needed where a field is of one family.
+# Model sections for fields that only one family has.
 MIXTRAL, GPT2 = {"family": "mixtral", "heads": 16}, {"family": "gpt2", "heads": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "model.experts": MIXTRAL, "model.top_k": MIXTRAL, "model.balance": MIXTRAL, "model.capacity": MIXTRAL,
     "model.gelu": GPT2,
 }  # fmt: skip
-FLAGS = ("config", "output", "init")  # without a field, and `resume`, without a value
+FLAGS = ("config", "output", "init")  # flags without a field; also `resume`, which needs no value
 SMALL = ("accumulation", "seed", "experts", "heads", "kv_heads", "layers", "top_k")
 FIELDS = fields()
 
 
 def sample(field: str) -> str:
-    """A value that the field takes."""
+    """A value that the field accepts."""
     if field in FLAGS:
         return "."
     _, default, shape = FIELDS[field]
@@ -42,7 +42,7 @@ def sample(field: str) -> str:
 
 @pytest.fixture(scope="module")
 def parser() -> Parser:
-    """The flags of a command that trains."""
+    """Parser with the flags of a training command."""
     parser = Parser(allow_abbrev=False)
     for flag in FLAGS:
         parser.add_argument(f"--{flag}", default=None)
@@ -59,7 +59,7 @@ def error_of(function: Callable[..., Any], *inputs: Any, **named: Any) -> str:
 
 
 def read(parser: Parser, line: list[str], field: str) -> dict[str, Any]:
-    """What the line sets; accepted as an experiment, too."""
+    """Settings of the command line, accepted as an experiment."""
     given = {name: value for name, value in vars(parser.parse_args(line)).items() if "." in name}
     load(None, {f"model.{n}": v for n, v in MODELS.get(field, {}).items()} | given)
     return given
@@ -145,8 +145,8 @@ def test_each_value_is_named_and_the_named_one_is_accepted() -> None:
             assert getattr(getattr(got, section), name) == ours
 
 
-def test_the_tables_are_of_this_program() -> None:
-    """Each key is a field; and no accepted alias is a name or value of another field, which would hide it."""
+def test_aliases_name_fields_and_hide_none() -> None:
+    """Each key is a field, and no alias hides a name or value of another field."""
     assert {m.field for m in NAMES.values()} <= {*FIELDS, *FLAGS, "resume"}
     assert not NAMES.keys() & {*SHORTCUTS, *FLAGS, "resume", "device"}
     for field, table in VALUE_NAMES.items():
@@ -193,7 +193,7 @@ def test_the_tables_are_of_this_program() -> None:
     ],
 )
 def test_what_a_command_line_is_answered(argv: list[str], told: list[str]) -> None:
-    """All unknown flags at once, each in a line of its own."""
+    """All unknown flags at once, one line each."""
     lines = error_of(parse, argv, "jaxdist.train", "").splitlines()
     assert len(lines) == len(told) and all(text in line for text, line in zip(told, lines, strict=True)), lines
 

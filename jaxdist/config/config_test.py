@@ -1,4 +1,4 @@
-"""The experiment and its command line: what is accepted, what is refused, and what the refusal says."""
+"""The experiment and its command line: accepted and refused input, and the messages."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def test_policies_resolve() -> None:
     ],
 )
 def test_precision_names_of_others(name: str, policy: str, dtypes: tuple[str, str, str], scale: float) -> None:
-    """Lightning's and Apex's stand for policies; which of them scale the loss."""
+    """Names of Lightning and Apex map to policies; some of them scale the loss."""
     p = experiment("--precision", name).precision
     assert (p.policy, (p.parameters, p.compute, p.reduce), p.loss_scale) == (policy, dtypes, scale)
 
@@ -257,7 +257,7 @@ def test_bad_toml(tmp_path: Path) -> None:
 
 
 def test_families_share_their_names() -> None:
-    """What both families have is named alike, so that code can read it from either."""
+    """Fields that both families have are named alike, so code can read either."""
     for name in ("kv_heads", "head_dim"):
         assert hasattr(Llama(), name) and hasattr(GPT2(family="gpt2"), name)
 
@@ -283,7 +283,7 @@ def test_paths_mean_the_same_files_from_any_folder(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("field", ["path", "tokenizer", "end_of_text"])
 def test_text_that_no_config_file_can_hold(field: str) -> None:
-    """Names of files in Latin-1 reach Python as surrogates; a run would write its config in UTF-8."""
+    """Python reads Latin-1 file names as surrogates, which a config in UTF-8 cannot hold."""
     with pytest.raises(ConfigError, match=rf"x: data\.{field} = 'caf\\udce9': not in UTF-8; rename the file"):
         Experiment.parse({"data": {field: "caf\udce9"}}, source="x")
     named = Experiment.parse({"data": {field: "café"}}, source="x")

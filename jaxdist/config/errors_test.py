@@ -1,4 +1,4 @@
-"""What a person is told when a process ends."""
+"""Messages and exit codes at the end of a process."""
 
 import errno
 import re
@@ -12,8 +12,8 @@ from jaxdist.config.errors import ConfigError, TrainingError, check_validation, 
 from jaxdist.runs.display import say
 
 
-def test_names_of_others_command_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither in a line nor in an error: what cannot be printed is written out, all else stays."""
+def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    """In lines and errors unprintable characters are escaped, and all others stay."""
     name = "\x1b[2J größe 重み \udc80\r"
 
     def fail() -> None:
@@ -29,14 +29,14 @@ def test_names_of_others_command_no_terminal(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(("last", "says"), [("7", r"saved as \S+7\. "), ("5", r"not saved, the last .* is \S+5\. ")])
 def test_whether_weights_without_a_loss_are_there(last: str, says: str) -> None:
-    """`checkpoint.every` may have kept them before they were looked at."""
+    """`checkpoint.every` may have saved weights before their loss was known."""
     with pytest.raises(TrainingError, match=says):
         check_validation(7, float("nan"), Path("checkpoints") / last)
 
 
 @pytest.mark.long
-def test_a_reader_that_has_seen_enough() -> None:
-    """As `head` has: the process ends, and has nothing to say about it."""
+def test_a_closed_pipe_ends_the_process_silently() -> None:
+    """With a closed pipe, as from `head`, the process ends silently."""
     lines = "from jaxdist.config.errors import exit_codes\nexit_codes(lambda: [print('line') for _ in range(100_000)])"
     with subprocess.Popen(
         [sys.executable, "-c", lines], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

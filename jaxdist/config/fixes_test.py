@@ -1,4 +1,4 @@
-"""The fix that a message on the config gives is followed literally, each of several, until the config is accepted."""
+"""Following the fix of a config's message literally, each of several, leads to an accepted config."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ from jaxdist.runs.folder import RunFolder
 
 Line = dict[str, str]
 Checks = Callable[[Experiment, dict[str, int]], None]
-VALUE = "\0"  # in place of what a message says of the moment
+VALUE = "\0"  # replaces the variable parts of a message
 DEVICES = 16
 ROUNDS = 8  # fixes that may be needed one after another; more are a circle
 ASSIGNED = re.compile(r"(?:--)?([a-z]+\.[a-z_0-9]+|(?<=--)[a-z]+)(?: = | )([^\s,;:]+(?:,[^\s,;:]+)*)")
@@ -26,8 +26,8 @@ RESNET = ["--model.family", "resnet"]
 GPT2 = ["--model.family", "gpt2"]
 ULYSSES = ["--parallel.context", "ulysses", "--parallel.sequence", "true"]
 
-# Of the table of bad input, those that no value stands for: of misspelt names and values of another kind the message
-# names what is known, which `aliases_test` follows.
+# Rows of the table of bad input that no value replaces: for misspelt names and wrong kinds of values the message lists
+# what is known, which `aliases_test` follows.
 KINDS = {"gpt3", "three", "fp8", "weights", "fsdp2", "2x4x2", "2xfour", "fsdp=2,fsdp=4", "fsdp=2,tenser=4"}
 NAMES = ("--resume", "--init", "--config", "--steps", "--data.path", "--model.layrs", "--model.window")
 BAD_VALUES = [argv for argv, _ in BAD if len(argv) > 1 and not {*argv} & {*NAMES, *KINDS}]
@@ -73,7 +73,7 @@ def argv_of(line: Line) -> list[str]:
 
 
 def refusal(line: Line, *checks: Checks) -> str:
-    """The message that a command line gets; empty where it is accepted."""
+    """Message for a command line; empty if it is accepted."""
     try:
         arguments = parse(argv_of(line), "jaxdist.train", "")
         experiment = arguments.experiment
@@ -89,9 +89,9 @@ def refusal(line: Line, *checks: Checks) -> str:
 
 
 def ways(message: str) -> Iterator[Line]:
-    """What each fix of the first line of a message sets; a field that is to be left out has no value."""
+    """Settings of each fix in a message's first line; a field to leave out has no value."""
     problem, _, fix = message.splitlines()[0].rpartition("; ")
-    if " should be " in fix:  # pydantic's: what is right is its message
+    if " should be " in fix:  # for pydantic the message itself gives the fix
         problem, fix = message.split(": ")[-2:]
     subject = next((m[1] for m in ASSIGNED.finditer(problem or message)), "")
     if limit := re.search(r"should be (greater|less) than (or equal to )?(\d+)$", fix):
@@ -111,7 +111,7 @@ def ways(message: str) -> Iterator[Line]:
 
 
 def advice(*files: Path) -> set[str]:
-    """Patterns of the fixes that the ConfigErrors of modules give: what stands after the last semicolon of each."""
+    """Patterns of the fixes in the modules' ConfigErrors: the text after the last semicolon."""
     calls = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     found = set()
     for call in calls:
@@ -130,22 +130,22 @@ def test_a_fix_that_is_given_is_found(tmp_path: Path) -> None:
 
 
 def followed(line: Line, *checks: Checks) -> int:
-    """How many fixes it takes, one after another, until the line is accepted; each of several is tried first."""
-    message, most = refusal(line, *checks), 0
+    """Number of fixes, one after another, until the line is accepted; each of several is tried first."""
+    message, steps = refusal(line, *checks), 0
     assert message
     firsts = list(ways(message))
     assert firsts, f"no fix that can be followed: {message}"
     for first in firsts:
-        now, told, way = line, [message], first
-        while told[-1]:
-            assert len(told) <= ROUNDS, told
+        now, messages, way = line, [message], first
+        while messages[-1]:
+            assert len(messages) <= ROUNDS, messages
             now = {name: value for name, value in (now | way).items() if value}
-            told.append(refusal(now, *checks))
-            assert told[-1] not in told[:-1], f"following {way} led to the same: {told[-1]}"
-            way = next(ways(told[-1]), {}) if told[-1] else {}
-            assert way or not told[-1], f"no fix that can be followed: {told[-1]}"
-        most = max(most, len(told) - 1)
-    return most
+            messages.append(refusal(now, *checks))
+            assert messages[-1] not in messages[:-1], f"following {way} led to the same: {messages[-1]}"
+            way = next(ways(messages[-1]), {}) if messages[-1] else {}
+            assert way or not messages[-1], f"no fix that can be followed: {messages[-1]}"
+        steps = max(steps, len(messages) - 1)
+    return steps
 
 
 @pytest.mark.parametrize("argv", [*BAD_VALUES, *FURTHER], ids=" ".join)
@@ -153,7 +153,7 @@ def test_each_fix_is_followed_until_it_works(argv: list[str]) -> None:
     assert followed(line_of(argv)) >= 1
 
 
-# Field -> values of which some do not go together, by family; a mesh of one to three axes is drawn beside them.
+# field -> values, some of which do not go together, by family; a mesh of one to three axes is drawn too
 SIZES: dict[str, dict[str, str]] = {
     "llama": {
         "model.heads": "1 3 4 6 12",
@@ -181,7 +181,7 @@ ALL = {
 
 
 def drawn(family: str, seed: int) -> Line:
-    """A model and a mesh, of which most do not fit."""
+    """A model and a mesh; most do not fit."""
     random = Random(seed)
     fields = SIZES[family] | ALL | ({} if family == "resnet" else DECODERS)
     line = {name: random.choice(values.split()) for name, values in fields.items() if random.random() < 0.5}
@@ -192,7 +192,7 @@ def drawn(family: str, seed: int) -> Line:
 @pytest.mark.long
 @pytest.mark.parametrize("family", SIZES)
 def test_no_fix_leads_in_a_circle(family: str) -> None:
-    """Sizes that a mesh divides have to fit each other too, as GPT-2's heads its width."""
+    """Sizes that a mesh divides must also fit each other, as GPT-2's heads and width."""
     refused = [line for seed in range(40) if refusal(line := drawn(family, seed))]
     assert len(refused) > 20
     for line in refused:
@@ -200,10 +200,11 @@ def test_no_fix_leads_in_a_circle(family: str) -> None:
 
 
 def on_given_weights(line: Line, path: Path, option: str) -> Line:
-    """The line with its model, and for --resume all but its layout, in files at `path`; empty if they do not fit."""
+    """The line with its model, and for --resume all but its layout, moved to files at `path`; empty if they do not
+    fit."""
     kept = ("model.", "train.", "data.") if option == "resume" else ("model.",)
     own = {name: value for name, value in line.items() if name.startswith(kept)}
-    short = {} if option == "resume" else {"data.sequence": "1"}  # weights are of a model, whatever they are given
+    short = {} if option == "resume" else {"data.sequence": "1"}  # weights do not depend on the data
     if refusal(own | short):
         return {}
     experiment = parse(argv_of(own | short), "jaxdist.train", "").experiment

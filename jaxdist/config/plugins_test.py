@@ -1,4 +1,4 @@
-"""Plugins are imported once, by the command line, a config or an entry point, and what is wrong with one is said."""
+"""Plugins are imported once, by command line, config or entry point; each mistake in one gets a message."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ Package = Callable[..., str]
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
-    """package(name, source) -> name: a package on Python's path, gone after the test."""
+    """package(name, source) -> name: a package on Python's path for one test."""
     monkeypatch.setattr(registry, "loaded", {})
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -64,7 +64,7 @@ jaxdist.register_family(jaxdist.Family('with_option', WithOption, 'jaxdist.famil
 
 @pytest.fixture
 def families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The families' rows are gone after the test."""
+    """Restores the families' rows after the test."""
     monkeypatch.setattr(FAMILIES, "_rows", dict(FAMILIES))
     monkeypatch.setattr(FAMILIES, "_owners", dict(FAMILIES._owners))
 
@@ -189,14 +189,14 @@ REGISTERS = "import jaxdist\njaxdist.register_strategy(jaxdist.Strategy('odd', T
 
 @pytest.fixture
 def strategies(monkeypatch: pytest.MonkeyPatch) -> Registry[Strategy]:
-    """Whose rows are gone after the test."""
+    """The strategies, restored after the test."""
     monkeypatch.setattr(STRATEGIES, "_rows", dict(STRATEGIES._rows))
     monkeypatch.setattr(STRATEGIES, "_owners", dict(STRATEGIES._owners))
     return STRATEGIES
 
 
 def test_a_package_that_others_import_owns_its_rows(package: Package, strategies: Registry[Strategy]) -> None:
-    """Imported by hand, as in a notebook, before `load_plugins` and by it, with its rows in a module of their own."""
+    """Imported by hand before `load_plugins` imports it too, with its rows in another module."""
     name = package("by_hand", "from by_hand import rows")
     Path(sys.path[0], name, "rows.py").write_text(REGISTERS, encoding="utf-8")
     module = importlib.import_module(name)

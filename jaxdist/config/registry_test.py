@@ -26,7 +26,7 @@ class Toy(Decoder):
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The family `toy`, for one test."""
-    assert "llama" in FAMILIES  # ours are there before the copy
+    assert "llama" in FAMILIES  # loads the built-in families before the copy
     monkeypatch.setattr(registry, "loaded", {})
     monkeypatch.setattr(FAMILIES, "_rows", dict(FAMILIES))
     monkeypatch.setattr(FAMILIES, "_owners", dict(FAMILIES._owners))
@@ -144,7 +144,7 @@ def test_what_a_plugins_code_raises_or_returns_names_its_row() -> None:
         ConfigError, match=r"^the row 'a' of plugin 'one': open returns 3.0; give an instance of .*int$"
     ):
         checked(2.0)
-    with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
+    with pytest.raises(ZeroDivisionError):  # our own mistakes keep their traceback
         ours(0)
     with pytest.raises(
         ConfigError, match=r"^the row 'a' of plugin 'one': open = <function .*; give an instance of .*int"
