@@ -1,4 +1,4 @@
-"""Weights survive the way there and back to the bit; bad input is named and leaves nothing behind."""
+"""Weights convert both ways to the bit; bad input is named and leaves nothing behind."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ MODELS: dict[str, Model] = {
     "LlamaForCausalLM": Llama(**SMALL, **LLAMA3),
     "LlamaForCausalLM biases": Llama(**SMALL, qkv_bias=True, output_bias=True, mlp_bias=True, tied=True),
     "MistralForCausalLM": Llama(**SMALL, window=5),
-    # transformers refuses a Llama whose heads do not divide its width; without a window, Mistral is the same.
+    # transformers refuses a Llama whose heads do not divide its width; Mistral without a window is the same
     "MistralForCausalLM no window": Llama(**{**SMALL, "dim": 6}),
     "Qwen2ForCausalLM": Llama(**SMALL, qkv_bias=True, tied=True),
     "Qwen2ForCausalLM window": Llama(**SMALL, qkv_bias=True, window=3, **LLAMA3),
@@ -80,7 +80,7 @@ def saved(path: Path, model: Model, parameters: dict[str, np.ndarray] | None = N
 
 
 def run_of(path: Path, model: Model) -> Path:
-    """A run folder that holds drawn weights."""
+    """A run folder with random weights."""
     content = in_memory(experiment_for(model.model_dump(), "test"), draw(model))
     orbax_files.write(path, Conversion(content, LAYERS))
     return path
@@ -99,7 +99,7 @@ class TestRoundTrip:
 
     @pytest.mark.parametrize("name", MODELS)
     def test_theirs_to_ours_and_back(self, name: str, tmp_path: Path) -> None:
-        """From a folder that transformers wrote: the same tensors, to the bit, and the same config."""
+        """From a folder written by transformers: the same tensors to the bit, and the same config."""
         transformers = pytest.importorskip("transformers")
         first, second = tmp_path / "first", tmp_path / "second"
         class_name = name.split()[0]
@@ -228,7 +228,7 @@ class TestFilesInTheWild:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run folder that holds a Qwen3."""
+    """A run folder of a Qwen3."""
     model = MODELS["Qwen3ForCausalLM"]
     run_of(tmp_path / "run", model)
     return tmp_path / "run"
@@ -326,7 +326,7 @@ class TestCommandLine:
         assert "\x1b" not in shown and r"\x1b[2J" in shown
 
     def test_nothing_half_written(self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A disk that fills up after the config and a shard."""
+        """A disk that fills up after the config and one shard."""
 
         def full(*_: Any, **__: Any) -> None:
             raise OSError("No space left on device")

@@ -1,4 +1,4 @@
-"""Dtypes that are asked for, and those that differ within one array."""
+"""Requested dtypes, and dtypes that differ within one array."""
 
 import importlib
 import math
@@ -21,14 +21,15 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def nearest(number: float) -> float:
-    """The bfloat16 next to a number, the even one of two, by exact arithmetic."""
+    """Nearest bfloat16 to a number, ties to even, by exact arithmetic."""
     bits = int(np.asarray(abs(number), BFLOAT16).view(np.uint16))
     around = [(float(np.asarray(b, np.uint16).view(BFLOAT16)), b & 1) for b in range(max(0, bits - 1), bits + 2)]
     return math.copysign(min((abs(value - abs(number)), odd, value) for value, odd in around)[2], number)
 
 
 def test_float64_is_rounded_to_bfloat16_once() -> None:
-    """1 + 2^-8 + 2^-40 is above the middle of 1 and 1 + 2^-7; float32 puts it there, from where it went to the even."""
+    """1 + 2^-8 + 2^-40 is above the middle of 1 and 1 + 2^-7; by way of float32 it would be that middle and round down
+    to even."""
     above, below = 1 + 2**-8 + 2**-40, 1 + 3 * 2**-8 - 2**-40
     random = np.random.default_rng(0)
     middles = 1 + (2 * random.integers(0, 64, 1000) + 1) * 2**-8
@@ -49,7 +50,7 @@ def test_numbers_that_are_none_stay_such() -> None:
 
 
 def test_layers_whose_moments_differ(tmp_path: Path) -> None:
-    """--dtype is of weights: what is said to help does."""
+    """--dtype applies to weights alone; the message's fix works."""
     file = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen2ForCausalLM"]))
     tree = torch.load(file, weights_only=True)
     names = [name for group in tree["optimizer"]["param_groups"] for name in group["param_names"]]

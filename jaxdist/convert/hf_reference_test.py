@@ -1,4 +1,4 @@
-"""Folders that we wrote, as transformers reads them: the same tensors, dtypes and logits, of every family."""
+"""transformers reads our folders with the same tensors, dtypes and logits, for every family."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 hf_reference = importlib.import_module("jaxdist.convert.hf_reference")
 
-BOUND = 5e-6  # relative L2 of float32 logits
+BOUND = 5e-6  # relative L2 distance of float32 logits
 IMAGES: dict[str, Any] = {"family": "resnet", "stem": 4, "image": 32, "classes": 7}
 ALL: dict[str, Model] = MODELS | {
     "ResNetForImageClassification": ResNet(**IMAGES, block="basic", depths=(1, 1), widths=(4, 8)),
@@ -43,7 +43,7 @@ QUICK = (
 
 
 def drawn(model: Model) -> dict[str, np.ndarray]:
-    """Weights; of a batch norm no variance is negative, and batches are counted."""
+    """Random weights; batch norms get no negative variance, and integer counts."""
     parameters = draw(model)
     for name, array in parameters.items():
         if name.endswith(STATISTICS):
@@ -52,7 +52,7 @@ def drawn(model: Model) -> dict[str, np.ndarray]:
 
 
 def read(folder: Path, model: Model) -> tuple[Any, Any]:
-    """transformers' model, and what it says of the reading."""
+    """transformers' model, and its report on loading."""
     if model.input_kind == "images":
         return transformers.AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -60,7 +60,7 @@ def read(folder: Path, model: Model) -> tuple[Any, Any]:
 
 
 def error(folder: Path, model: Model, parameters: dict[str, np.ndarray]) -> float:
-    """Relative L2 distance of transformers' logits from those of our program."""
+    """Relative L2 distance of transformers' logits from our program's."""
     inputs, experiment = probe(model), experiment_for(model.model_dump(), "test")
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     ours = program.logits({name: jnp.asarray(array) for name, array in parameters.items()}, inputs)
@@ -101,7 +101,7 @@ def test_a_dtype_that_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistaken_table_is_seen(name: str, a: str, b: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: two names of theirs change places, but in the head."""
+    """Planted: two of their names are swapped, except in the head."""
     model, parameters = ALL[name], drawn(ALL[name])
     tables, names = resolve(FAMILIES[model.family].tables), {a: b, b: a}
     table = tables[HUGGINGFACE]
@@ -124,7 +124,7 @@ def test_what_transformers_cannot_read_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", ["a-hub/kernel", "flash_attention_2"])
 def test_a_config_chooses_no_other_program(asked: str, tmp_path: Path) -> None:
-    """A kernel would come from the Hub, and flash attention wants a GPU."""
+    """A kernel would be downloaded from the Hub, and flash attention needs a GPU."""
     model = MODELS["LlamaForCausalLM"]
     folder = saved(tmp_path / "hf", model)
     right, file = hf_reference.logits(folder, probe(model)), folder / "config.json"

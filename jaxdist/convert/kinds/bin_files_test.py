@@ -1,4 +1,4 @@
-"""Folders with pytorch_model.bin: whole, in shards, and their parts as SOURCE."""
+"""Folders with pytorch_model.bin: a single file, shards, and either as SOURCE."""
 
 import importlib
 import json
@@ -88,7 +88,7 @@ def test_the_single_file_goes_before_the_index(original: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", [SHARDS[0], SHARDS[1], BIN_INDEX])
 def test_a_part_names_its_folder(name: str, original: Path, tmp_path: Path) -> None:
-    """And the folder is read."""
+    """A shard or an index as SOURCE is refused with its folder's name, which works."""
     folder = sharded(original, tmp_path / "bin")
     with pytest.raises(ConfigError, match=r"is (one of several shards|the index).*; give its folder (\S+)") as error:
         main([str(folder / name), str(tmp_path / "out")])

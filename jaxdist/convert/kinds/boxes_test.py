@@ -1,4 +1,4 @@
-"""Boxes of an array: whether they are all of it, and each number in one of them."""
+"""Boxes that tile an array cover each number exactly once."""
 
 import importlib
 from typing import Any
@@ -11,7 +11,7 @@ boxes = importlib.import_module("jaxdist.convert.kinds.boxes")
 
 
 def test_parts_are_a_tensor_where_each_number_is_in_one_of_them() -> None:
-    """Two halves of a tensor, one of them left out, or given another place or size: told apart as by counting."""
+    """Halves of a tensor, one of them missing, moved or resized: judged as by counting numbers."""
     random, found = np.random.default_rng(0), []
     for _ in range(500):
         shape = random.integers(1, 4, random.integers(1, 4))
@@ -40,7 +40,7 @@ def chunk(*bounds: tuple[int, int]) -> Any:
 
 
 def test_an_overlap_and_a_gap_of_one_volume_are_found() -> None:
-    size = 2**40  # such a tensor is in no memory: it is not to be counted number by number
+    size = 2**40  # too large for memory or counting number by number
     halves = [chunk((0, size // 2), (0, size)), chunk((size // 2, size), (0, size))]
     assert boxes.tiled((size, size), halves)
     moved = chunk((size // 2 - 1, size - 1), (0, size))
@@ -52,7 +52,7 @@ def test_an_overlap_and_a_gap_of_one_volume_are_found() -> None:
 
 
 def test_hostile_parts_take_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Corners double with each axis along which parts are split, and with that alone."""
+    """The number of corners doubles with each axis that is split, and with nothing else."""
     assert boxes.tiled((1,) * 40, [chunk(*((0, 1),) * 40)])
     with pytest.raises(ValueError, match="it has 2 parts that are split along 40 axes, too many to compare"):
         boxes.tiled((2,) * 40, [chunk(*((i, i + 1),) * 40) for i in range(2)])

@@ -1,4 +1,5 @@
-"""Distributed checkpoints: tensors that several ranks wrote in parts, and what others call the parts of their trees."""
+"""Distributed checkpoints: tensors written in parts by several ranks, and other programs' names for the parts of their
+trees."""
 
 import importlib
 import pickle
@@ -33,7 +34,7 @@ dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")
 
 
 def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
-    """In the index of a distributed checkpoint a tensor is of parts, which must be all of it."""
+    """The parts of a tensor in the index must cover it."""
     tensors = dcp_files.Tensors(checkpoint_in(written(tmp_path / "run", "dcp", content_of(Llama(**SMALL)))))
     name, leaf = next(
         (name, leaf) for name, leaf in tensors.leaves.items() if len(leaf.shape) == 2 and not leaf.shape[0] % 2
@@ -49,7 +50,7 @@ def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its parts overlap or are not all of it"):
         tensors.read(name, replace(entry, chunks=[half, beyond]))
     rest = type(whole)(torch.Size([leaf.shape[0] // 2, 0]), half.sizes)
-    with pytest.raises(ConfigError, match="has float32"):  # such parts would do, but the file has the whole
+    with pytest.raises(ConfigError, match="has float32"):  # these parts cover it, but the file holds the full tensor
         tensors.read(name, replace(entry, chunks=[half, rest]))
 
 
@@ -57,7 +58,7 @@ def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
 def test_parts_of_ranks_take_no_room_beside_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
-    """A tensor of two ranks, of rows or of columns: all its numbers, a few rows of a part at a time."""
+    """A tensor of two ranks, split by rows or columns, is read a few rows at a time."""
     for module in (dcp_files, boxes):
         monkeypatch.setattr(module, "PIECE", 2**16)
     numbers = torch.arange(2**20, dtype=torch.float32).reshape(4, 2**8, 2**10)
@@ -82,7 +83,7 @@ def test_parts_of_ranks_take_no_room_beside_the_tensor(
 
 
 def trained(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model and its optimizer, as torch's own functions name their parts."""
+    """A model and its optimizer, named as torch's own functions name them."""
     tree, _ = script(folder)
     groups = [{**group, "params": group["param_names"]} for group in tree["optimizer"]["param_groups"]]
     entries = zip(
@@ -121,7 +122,7 @@ def test_parts_are_called_as_in_torch_files(model: str, optimizer: str, step: st
 
 
 def test_weights_alone_below_app(tmp_path: Path) -> None:
-    """None of them is called like a part."""
+    """None of their names is that of a part."""
     weights, _ = trained(tmp_path)
     plain = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     content = dcp_files.read_content(saved_dcp(tmp_path / "dcp", {"app": plain}), EXPERIMENT)
@@ -129,7 +130,7 @@ def test_weights_alone_below_app(tmp_path: Path) -> None:
 
 
 def test_settings_are_no_optimizer(tmp_path: Path) -> None:
-    """The part that has a state is the optimizer."""
+    """Of two candidates the one with a state is the optimizer."""
     weights, kept = trained(tmp_path)
     tree = {"model": weights, "optimizer": {"name": "adamw"}, "optimizer_state_dict": kept}
     content = dcp_files.read_content(saved_dcp(tmp_path / "dcp", tree), EXPERIMENT)
@@ -144,7 +145,7 @@ def test_what_is_called_like_a_step_may_be_none(value: Any, tmp_path: Path) -> N
 
 
 def test_a_plain_step_of_a_run_of_ours(tmp_path: Path) -> None:
-    """It is that of the script, which had made fewer updates, also when the run is read that it became."""
+    """The script's step is kept, though its optimizer made fewer updates; also through the converted run."""
     weights, kept = trained(tmp_path)
     source = saved_dcp(tmp_path / "dcp", {"model": weights, "optimizer": kept, "step": 7})
     main([str(source), str(tmp_path / "run"), "--to", "dcp", *config(tmp_path, MODEL)])
@@ -171,7 +172,7 @@ def test_names_that_cannot_be_written(tmp_path: Path) -> None:
     ],
 )
 def test_an_optimizer_elsewhere_is_refused(where: str, key: str, tmp_path: Path) -> None:
-    """Nothing of it is taken in silence, as of a torch file; the weights alone are."""
+    """No optimizer state is dropped silently, as with a torch file; weights alone can be read."""
     weights, kept = trained(tmp_path)
     trees = {
         "another": {"model": weights, "optimizers": kept},
@@ -188,8 +189,8 @@ def test_an_optimizer_elsewhere_is_refused(where: str, key: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("through", often(["orbax", "torch", "dcp"], ["orbax"]))
-def test_what_lay_within_another_does_so_again(through: str, tmp_path: Path) -> None:
-    """So that torch's dcp_to_torch_save makes the tree again."""
+def test_nested_entries_come_back_nested(through: str, tmp_path: Path) -> None:
+    """Nested entries come back nested, so torch's dcp_to_torch_save rebuilds the tree."""
     format_utils = importlib.import_module("torch.distributed.checkpoint.format_utils")
     weights, kept = trained(tmp_path)
     tree = {"model": weights, "optimizer": kept, "step": 5, "more": {"rng": [torch.ones(2), torch.ones(3)], "a.b": 1}}
@@ -206,8 +207,8 @@ def test_what_lay_within_another_does_so_again(through: str, tmp_path: Path) -> 
     assert [rng.numel() for rng in found["more"]["rng"]] == [2, 3] and found["more"]["a.b"] == 1
 
 
-def test_ways_that_are_none_are_left_out() -> None:
-    """An index may say anything of its entries, and name one thing many times."""
+def test_paths_of_a_wrong_form_are_left_out() -> None:
+    """Entries of an index may have any value, and repeat one string many times."""
     long: tuple[str, ...] = ("x" * 10**6,) * 10**6
     ways = {"a.b": ("a", "b"), "a.0": ["a", 0], "a.b.c": ("a", "b.c")}
     wrong = {"a": ("a",), "a.c": ("a", "d"), "a.d": 5, "a.e": ("a", None), "a.f": ("a", 10**9999), 5: ("a", "b")}
@@ -218,7 +219,7 @@ def test_ways_that_are_none_are_left_out() -> None:
 
 @pytest.mark.parametrize("weights_too", [False, True])
 def test_moments_have_names_of_their_own(weights_too: bool, tmp_path: Path) -> None:
-    """A wrapper's may stand in those of the optimizer, the model's, or both, and come back there."""
+    """A wrapper's prefix may be in the optimizer's names, the model's, or both, and comes back there."""
     weights, kept = trained(tmp_path)
     parts = {"model": weights, "optimizer": {"state": wrapped(kept["state"])}}
     flat = wrapped(weights) | {"optimizer": {"state": wrapped(kept["state"])}}
@@ -229,7 +230,7 @@ def test_moments_have_names_of_their_own(weights_too: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
 def test_wrapped_weights_of_a_tied_head_alone(wrapper: str, tmp_path: Path) -> None:
-    """All begin with the model's own prefix then, within that of the wrapper."""
+    """All names then begin with the model's own prefix inside the wrapper's."""
     model = MODELS["Qwen3ForCausalLM"]
     weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)["model"]
     assert model.tied and weights.pop("lm_head.weight") is not None
@@ -242,7 +243,7 @@ def test_wrapped_weights_of_a_tied_head_alone(wrapper: str, tmp_path: Path) -> N
 
 
 def test_an_index_of_older_torch(tmp_path: Path) -> None:
-    """It names properties of tensors elsewhere, and has no more than this."""
+    """It stores tensor properties elsewhere, and no more than these."""
     old = importlib.import_module("torch.distributed._shard.sharded_tensor.metadata")
     weights, kept = trained(tmp_path)
     folder = saved_dcp(tmp_path / "dcp", {"model": weights, "optimizer": {"state": kept["state"]}})
@@ -270,8 +271,8 @@ def test_an_empty_index_is_reported(tmp_path: Path) -> None:
         read_index(tmp_path)
 
 
-def test_averages_are_not_read_before_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then mapped into memory, which may be less than they are."""
+def test_averages_are_read_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then they are mapped, as they may exceed the memory."""
     model = MODELS["Qwen2ForCausalLM"]
     weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)["model"]
     averages = {f"ema.{name}": tensor + 1 for name, tensor in weights.items()}
@@ -291,7 +292,7 @@ def test_averages_are_not_read_before_they_are_asked_for(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("damage", ["missing", "extended", "lost"])
 def test_a_count_that_cannot_be_read_is_named(damage: str, tmp_path: Path) -> None:
-    """Counts are read as soon as a checkpoint is opened, of which they may be the only damaged part."""
+    """Counts are read when a checkpoint is opened; only they are damaged here."""
     folder = saved_dcp(tmp_path / "dcp", {"model.a": torch.ones(2), "optimizer.state.a.step": torch.tensor(5.0)})
     tensors = dcp_files.Tensors(folder)
     (at,) = (place for place in tensors.index.storage_data if place.fqn.endswith("step"))
@@ -328,8 +329,8 @@ def test_verify_looks_at_the_checksums_of_parts(
     assert not (tmp_path / "run").exists()
 
 
-def test_our_own_lie_within_others_as_in_torch_ref(tmp_path: Path) -> None:
-    """A run's, and one that came from elsewhere: model, optimizer and loss scale are dicts of the tree."""
+def test_our_own_trees_are_nested_as_in_torch_ref(tmp_path: Path) -> None:
+    """Of a run and of a converted one: model, optimizer and loss scale are dicts of the tree."""
     drawn = content_of(Llama(**SMALL))
     values = drawn.experiment.model_dump(exclude_none=True) | {"precision": {"policy": "fp16"}}
     content = replace(drawn, experiment=Experiment.parse(values, source="test"), scaling=state_of(4096.0, 3))
@@ -347,7 +348,7 @@ def test_our_own_lie_within_others_as_in_torch_ref(tmp_path: Path) -> None:
 
 
 def test_moments_of_two_names_of_one_parameter_are_refused(tmp_path: Path) -> None:
-    """One set of them would be lost."""
+    """One of the two sets would be lost."""
     weights, kept = trained(tmp_path)
     twice = {"state": kept["state"] | wrapped(kept["state"])}
     source = saved_dcp(tmp_path / "dcp", {"model": weights, "optimizer": twice})

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO checkpoints, laid out as its optimizers and its engine save them: pieces become whole tensors."""
+"""DeepSpeed's ZeRO checkpoints, laid out as its optimizers and engine save them: shards become full tensors."""
 
 import importlib
 import json
@@ -58,7 +58,7 @@ class fragment_address:
 
 @contextmanager
 def deepspeed() -> Iterator[None]:
-    """Modules of DeepSpeed's with its small classes, for pickles to name."""
+    """DeepSpeed's modules with its small classes, for pickles to name."""
     homes = {
         "deepspeed.runtime.zero.config": ZeroStageEnum,
         "deepspeed.runtime.fp16.loss_scaler": LossScaler,
@@ -77,7 +77,7 @@ def deepspeed() -> Iterator[None]:
 
 
 class Trained:
-    """fp32 weights and moments, drawn, in groups of parameters that decay and that do not."""
+    """Random fp32 weights and moments, in groups of parameters with and without decay."""
 
     def __init__(self, folder: Path, model: Any = LLAMA) -> None:
         write_hf(folder / "first", model, draw(model))
@@ -88,14 +88,14 @@ class Trained:
             "exp_avg": {name: torch.randn_like(t) for name, t in self.tensors.items()},
             "exp_avg_sq": {name: torch.rand_like(t) for name, t in self.tensors.items()},
         }
-        names = [*self.tensors][::-1]  # any order, which param_shapes tells
+        names = [*self.tensors][::-1]  # any order: param_shapes gives it
         self.groups = [[n for n in names if self.tensors[n].ndim >= 2], [n for n in names if self.tensors[n].ndim < 2]]
 
     def shapes(self, groups: list[list[str]]) -> list[dict[str, Any]]:
         return [{name: self.tensors[name].shape for name in group} for group in groups]
 
     def engine(self, groups: list[list[str]], ranks: int, **changed: Any) -> dict[str, Any]:
-        """What DeepSpeed's engine saves beside its optimizer."""
+        """State that DeepSpeed's engine saves besides its optimizer."""
         return {
             "module": {name: tensor.bfloat16() for name, tensor in self.tensors.items()},
             "buffer_names": [], "optimizer": None, "param_shapes": self.shapes(groups), "frozen_param_shapes": None,
@@ -107,7 +107,7 @@ class Trained:
 
 
 def pieces(flat: Any, ranks: int, unit: int) -> list[Any]:
-    """A vector, padded with a number that must not come back, cut for the ranks."""
+    """A vector split over the ranks, padded with a number that must not be read."""
     size = unit * math.ceil(len(flat) / unit)
     return list(torch.cat([flat, torch.full((size - len(flat),), 77.0)]).chunk(ranks))
 
@@ -122,7 +122,7 @@ def save(file: Path, tree: Mapping[str, Any]) -> None:
 
 
 def zero_2(folder: Path, trained: Trained, ranks: int = 3, stage: Any = 2, aligned: int = 1, **changed: Any) -> Path:
-    """Stages 1 and 2: each group is one vector, whose parts the ranks hold; the last lose their padding. Each parameter
+    """Stages 1 and 2: each group is one vector, split over the ranks; the last ones drop their padding. Each parameter
     begins at a multiple of `aligned`."""
     tag = folder / f"global_step{STEP}"
     tag.mkdir(parents=True)
@@ -158,7 +158,7 @@ def zero_2(folder: Path, trained: Trained, ranks: int = 3, stage: Any = 2, align
 
 
 def zero_3(folder: Path, trained: Trained, ranks: int = 3, **changed: Any) -> Path:
-    """Stage 3: of every parameter each rank holds a part, in vectors of some parameters."""
+    """Stage 3: each rank holds a shard of every parameter, in vectors of some parameters."""
     tag = folder / f"global_step{STEP}"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
@@ -189,7 +189,7 @@ def zero_3(folder: Path, trained: Trained, ranks: int = 3, **changed: Any) -> Pa
 
 
 def check(content: Content, trained: Trained) -> None:
-    """All fp32 weights and moments, to the bit, and the optimizer's settings and steps."""
+    """All fp32 weights and moments to the bit, and the optimizer's settings and steps."""
     assert content.groups[PARAMETERS].keys() == trained.tensors.keys()
     for kind, tensors in {PARAMETERS: trained.tensors, **trained.moments}.items():
         for name, tensor in tensors.items():
@@ -206,25 +206,25 @@ def read_content(path: Path, **given: Any) -> Content:
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [zero_2, zero_3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 11])
-def test_pieces_become_whole(layout: Any, ranks: int, tmp_path: Path) -> None:
-    """With 11 ranks, whose names sort otherwise than their numbers."""
+def test_shards_become_full_tensors(layout: Any, ranks: int, tmp_path: Path) -> None:
+    """With 11 ranks, whose names do not sort by number."""
     trained = Trained(tmp_path)
     tag = layout(tmp_path / "run", trained, ranks)
     check(read_content(tag), trained)
-    check(read_content(tag.parent), trained)  # by its file `latest`
+    check(read_content(tag.parent), trained)  # found by its file `latest`
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("by", ["parameter group", "all"])
 def test_sub_groups(by: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stage 3 cuts a group beyond sub_group_size into several vectors, of which param_shapes need not tell: it may have
-    one table of each group, or one of all, as older versions wrote. Each parameter has the decay of its own group."""
+    """Stage 3 splits a group beyond sub_group_size into several vectors, which param_shapes may not show: it has one
+    table per group, or one for all as older versions wrote. Each parameter has its own group's decay."""
     trained = Trained(tmp_path)
     groups = trained.groups if by == "parameter group" else [[name for group in trained.groups for name in group]]
     shapes = trained.shapes(groups)
     tag = zero_3(tmp_path / "run", trained, ranks, param_shapes=shapes if by == "parameter group" else shapes[0])
     check(read_content(tag), trained)
-    assert "decay of" not in capsys.readouterr().out  # which is said where a vector's decays
+    assert "decay of" not in capsys.readouterr().out  # reported if a vector's decays differ
 
 
 def test_stage_1(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ SCHEDULERS = {
 
 
 def scheduled(folder: Path, kind: str, params: Mapping[str, Any], rate: float, count: int = STEP - 1) -> Path:
-    """A checkpoint with one of DeepSpeed's schedulers, called `count` + 1 times."""
+    """A checkpoint with one of DeepSpeed's schedulers after `count` + 1 calls."""
     settings = {"type": kind, "params": {"warmup_num_steps": WARMUP, **params}}
     config = {"optimizer": {"params": {"lr": PEAK}}, "scheduler": settings}
     given: dict[str, Any] = {"lr_scheduler": {"last_batch_iteration": count}, "ds_config": config}
@@ -285,8 +285,8 @@ def scheduled(folder: Path, kind: str, params: Mapping[str, Any], rate: float, c
 @pytest.mark.parametrize("skipped", [0, 3])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_its_own_schedule(kind: str, skipped: int, tmp_path: Path) -> None:
-    """The rate of each step to come, by DeepSpeed's formulas, whose count is two behind our number of the step, and
-    behind it by each step that fp16 skipped."""
+    """Later rates by DeepSpeed's formulas, whose count is two behind our step number, and further by each step that
+    fp16 skipped."""
     params, rate = SCHEDULERS[kind]
     count = STEP - 1 - skipped
     e = read_content(scheduled(tmp_path, kind, params, rate(count), count)).experiment
@@ -326,7 +326,7 @@ def test_what_ds_config_says_is_kept_beside_what_is_given(
 
 @pytest.mark.long
 def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The current rate stays, the reason is said, and the schedule after the warm-up can be given."""
+    """The current rate stays, the reason is reported, and the schedule after warm-up can be given."""
     long = {"warmup_num_steps": 150, "warmup_max_lr": PEAK, "total_num_steps": TOTAL}
     tag = scheduled(tmp_path / "warm", "WarmupDecayLR", long, 2e-4)
     assert read_content(tag).experiment.optimizer.learning_rate == 2e-4
@@ -348,7 +348,7 @@ def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_aligned_parameters(tmp_path: Path) -> None:
-    """zero_optimization.parameter_alignment leaves room after parameters, which is not theirs."""
+    """zero_optimization.parameter_alignment leaves gaps after parameters."""
     trained = Trained(tmp_path)
     tag = zero_2(tmp_path / "run", trained, aligned=8)
     content = read_content(tag)
@@ -363,7 +363,7 @@ def test_aligned_parameters(tmp_path: Path) -> None:
 
 
 def test_within_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
-    """`checkpoint-120` with `latest` and `global_step120`: the schedule is in trainer_state.json's log."""
+    """`checkpoint-120` with `latest` and `global_step120`: trainer_state.json logs the schedule."""
     trained = Trained(tmp_path)
     log = [{"step": k, "learning_rate": 1e-4 / 0.4 * (1 - k / 200)} for k in range(10, STEP + 1, 10)]
     tag = zero_3(tmp_path / "checkpoint-120", trained)
@@ -382,7 +382,7 @@ def test_within_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters(tmp_path: Path) -> None:
-    """Their weights come along; their moments are nowhere."""
+    """Their weights are read; they have no moments."""
     trained = Trained(tmp_path)
     name = "model.norm.weight"
     frozen: dict[str, Any] = {"frozen_param_shapes": {name: trained.tensors[name].shape}}

@@ -1,4 +1,4 @@
-"""DeepSpeed folders that lack a part, or hold one that is not read: each is refused by name."""
+"""DeepSpeed folders that lack a part, or hold an unsupported one: each is refused by name."""
 
 import importlib
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_placeholders_alone(tmp_path: Path) -> None:
 
 
 def test_numbers_that_do_not_add_up(tmp_path: Path) -> None:
-    """A planted mistake: a parameter too few in param_shapes would shift all others."""
+    """Planted: a parameter missing from param_shapes would shift all others."""
     trained = Trained(tmp_path)
     for layout in (zero_2, zero_3):
         wrong = trained.shapes([trained.groups[0][1:], trained.groups[1]])

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints, as `ds_to_universal` lays them out: a folder of each parameter."""
+"""DeepSpeed's universal checkpoints as written by `ds_to_universal`: a folder per parameter."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def test_weights_moments_and_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "exp_avg", "step"])
 def test_a_missing_file_is_named(kind: str, tmp_path: Path) -> None:
-    """Where it belongs to the optimizer, weights alone do without it."""
+    """If it belongs to the optimizer, weights alone can do without it."""
     tag = universal(tmp_path / "run", Trained(tmp_path))
     (tag / f"zero/model.norm.weight/{kind}.pt").unlink()
     with pytest.raises(ConfigError, match=rf"it has no zero/model.norm.weight/{kind}.pt; give the whole folder"):
@@ -82,7 +82,7 @@ def test_a_name_that_leads_outside_is_refused(tmp_path: Path) -> None:
 
 
 def universal_3(folder: Path, trained: Trained, **changed: Any) -> Path:
-    """That of stage 3: flat tensors without a dict, and no files of steps."""
+    """Stage 3: flat tensors without a dict, and no files of steps."""
     of = zero_3(folder, trained, **changed)
     tag = of.rename(folder / f"{of.name}_universal")
     first, *others = sorted(tag.glob("*_optim_states.pt"))
@@ -117,7 +117,7 @@ def test_a_flat_tensor_that_is_cut_short_is_named(tmp_path: Path) -> None:
 
 
 def cut_by_two(tag: Path, trained: Trained) -> None:
-    """As of tensor parallelism: each part of the model tells the shapes of its halves."""
+    """Tensor parallelism by two: each part of the model gives the shapes of its halves."""
     half = {name: torch.Size([t.shape[0] // 2, *t.shape[1:]]) for name, t in trained.tensors.items()}
     halves = [{name: half[name] for name in group} for group in trained.groups]
     for rank in range(2):
@@ -137,7 +137,7 @@ def test_the_advice_for_tensors_cut_by_model_parallelism_leads_to_a_folder_that_
 BY_DEEPSPEED = "load .*by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
 
 
-def test_that_of_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     """Its layers have numbers in place of names."""
     trained = Trained(tmp_path)
     tag = universal(tmp_path / "run", trained)
@@ -148,7 +148,7 @@ def test_that_of_a_pipeline_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beside", ["mp_rank_01_model_states.pt", "layer_00-model_states.pt"])
 def test_parts_without_zero_are_refused_too(beside: str, tmp_path: Path) -> None:
-    """Of which `ds_to_universal` makes nothing: it needs *_optim_states.pt."""
+    """`ds_to_universal` cannot convert them: it needs *_optim_states.pt."""
     trained = Trained(tmp_path)
     tag = zero_2(tmp_path / "run", trained)
     for file in tag.glob("*_optim_states.pt"):

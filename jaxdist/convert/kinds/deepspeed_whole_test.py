@@ -1,5 +1,5 @@
-"""DeepSpeed's checkpoints without ZeRO: with fp16 or bf16 the fp32 weights lie in the wrapped optimizer, without names;
-and its loss scale, of all stages."""
+"""DeepSpeed's checkpoints without ZeRO: with fp16 or bf16 the wrapped optimizer holds fp32 weights without names; and
+loss scales of all stages."""
 
 import importlib
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ def whole(folder: Path, trained: Trained, layout: str, bits: str = "bfloat16", *
 
 @pytest.mark.parametrize(("layout", "model"), [*((layout, LLAMA) for layout in LAYOUTS[1:]), (LAYOUTS[0], TIED)])
 def test_fp32_weights_and_moments(layout: str, model: Any, tmp_path: Path) -> None:
-    """Not the copies; config.json lies in the folder around, as with ZeRO."""
+    """Not the narrow copies; config.json is in the parent folder, as with ZeRO."""
     trained = Trained(tmp_path, model)
     tag = whole(tmp_path / "run", trained, layout)
     for path in (tag, tag.parent):
@@ -95,7 +95,7 @@ def test_the_way_to_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:3])
 def test_fp32_weights_of_an_unknown_order_are_refused(layout: str, tmp_path: Path) -> None:
-    """Two parameters of one shape changed places: names are told by the copies alone. The fix takes those."""
+    """Two parameters of one shape are swapped: only the narrow copies have names. The fix uses those."""
     trained = Trained(tmp_path)
     first, second = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
     tag = whole(tmp_path / "run", trained, layout)
@@ -123,7 +123,7 @@ def grown(kept: dict[str, Any], steps: int) -> list[float]:
 
 @pytest.mark.parametrize(("count", "overflow"), [(1, -1), (6, -1), (7, 4), (8, 6), (30, 11)])
 def test_the_loss_scale_grows_when_theirs_does(count: int, overflow: int) -> None:
-    """By GradScaler's rule, which counts good steps."""
+    """Under GradScaler's rule, which counts good steps."""
     kept = SCALE | {"cur_iter": count, "last_overflow_iter": overflow, "scale_window": 3}
     scaler, ours = scaler_of(Path("file"), kept), []
     scale, good = scaler["scale"], scaler["_growth_tracker"]

@@ -1,4 +1,4 @@
-"""Checkpoints as other programs leave them: wrappers' names, parts called otherwise, layers of several dtypes."""
+"""Other programs' checkpoints: wrappers' names, other names of parts, layers of several dtypes."""
 
 import importlib
 import json
@@ -51,12 +51,12 @@ def config(folder: Path, model: Any = MODEL) -> list[str]:
 
 def save_distributed(folder: Path, tree: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is here
+        warnings.simplefilter("ignore")  # warns that there is no process group
         dcp.save(tree, checkpoint_id=folder, no_dist=True)
 
 
 def names(folder: Path) -> list[str]:
-    """As they stand in the file."""
+    """Names as in the file."""
     return sorted(load_file(folder / WEIGHTS))
 
 
@@ -65,7 +65,7 @@ class TestNames:
 
     @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
     def test_wrappers_of_a_folder(self, prefix: str, tmp_path: Path) -> None:
-        """They are known, and come back."""
+        """Their prefixes are recognized, and come back."""
         right, source = (written(tmp_path / name, "hf", content_of(MODEL)) for name in ("right", "a"))
         wrapped = {prefix + name: tensor for name, tensor in load_file(source / WEIGHTS).items()}
         save_file(wrapped, source / WEIGHTS, {"format": "pt"})
@@ -97,7 +97,7 @@ class TestNames:
 
     @pytest.mark.parametrize("kind", often(["hf", "torch", "dcp"], ["hf", "torch"]))
     def test_a_tied_head_without_the_embedding(self, kind: str, tmp_path: Path) -> None:
-        """As `safetensors.torch.save_model` leaves it: of two names for a tensor the first in the alphabet."""
+        """As left by `safetensors.torch.save_model`, which keeps the alphabetically first of two names."""
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
         whole = written(tmp_path / "whole", "hf" if kind == "hf" else "torch", content_of(TIED))
         source, model = tmp_path / "source", config(tmp_path, TIED)
@@ -133,7 +133,7 @@ class TestNames:
 
 
 class TestDistributed:
-    """What torch.distributed.checkpoint writes of trees that are none of ours."""
+    """Trees of other programs saved by torch.distributed.checkpoint."""
 
     def saved(self, folder: Path, tree: Any) -> list[str]:
         save_distributed(folder, tree)
@@ -158,7 +158,7 @@ class TestDistributed:
     )
     @pytest.mark.parametrize("model", [MODEL, TIED])
     def test_it_comes_back_under_its_names(self, kind: str, model: Any, tmp_path: Path) -> None:
-        """Those of a state dict alone, and those of a tree with an optimizer; a tied head too."""
+        """For a state dict alone and a tree with an optimizer; with a tied head too."""
         tree = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)
         names = [name for group in tree["optimizer"]["param_groups"] for name in group["param_names"]]
         state = dict(zip(names, tree["optimizer"]["state"].values(), strict=True))
@@ -179,7 +179,7 @@ class TestDistributed:
     @pytest.mark.parametrize("flat", [False, True])
     @pytest.mark.parametrize("more", often([0, 20], [20]))
     def test_all_of_a_script(self, flat: bool, more: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """As torch's own functions save it: groups, schedule, counters and averages come back, the groups as of now."""
+        """Saved by torch's own functions: groups, schedule, counters and averages come back, the groups updated."""
         transformers = pytest.importorskip("transformers")
         state_dict = importlib.import_module("torch.distributed.checkpoint.state_dict")
         options = state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -235,8 +235,8 @@ class TestDistributed:
 
     @pytest.mark.parametrize("kind", [int, partial(torch.tensor, dtype=torch.int32)])
     def test_numbers_in_place_of_tensors(self, kind: Any, tmp_path: Path) -> None:
-        """Counts as plain numbers, or as tensors of another type, are counts, and come back as such; and a tensor
-        within a value keeps its own."""
+        """Counts as plain numbers, or as tensors of another type, come back as they were; a tensor within a value keeps
+        its type."""
         step = kind(5000)
         tree = torch.load(written(tmp_path / "a.pt", "torch", content_of(MODEL)), weights_only=True)
         names = [name for group in tree["optimizer"]["param_groups"] for name in group["param_names"]]
@@ -257,7 +257,7 @@ class TestDistributed:
 
     @pytest.mark.parametrize("kind", ["momentum_buffer", "max_exp_avg_sq", "uncounted"])
     def test_the_state_of_another_optimizer(self, kind: str, tmp_path: Path) -> None:
-        """Is refused, as that of a torch file is: nothing stays behind silently."""
+        """Refused as in a torch file: nothing is dropped silently."""
         tree = torch.load(written(tmp_path / "a.pt", "torch", content_of(MODEL)), weights_only=True)
         name = "model.norm.weight"
         moment = torch.ones_like(tree["model"][name])
@@ -268,10 +268,10 @@ class TestDistributed:
         says = {"uncounted": "no count of its steps", "max_exp_avg_sq": "its optimizer is AMSGrad, a rule that"}
         with pytest.raises(ConfigError, match=says.get(kind, f"its optimizer keeps .*{kind}")):
             main([source, run, *model])
-        main([source, run, *model, "--to", "hf"])  # has no optimizer
+        main([source, run, *model, "--to", "hf"])  # a folder has no optimizer
 
     def test_a_models_own_prefix(self, tmp_path: Path) -> None:
-        """Hugging Face's `model.` at the top, the head and an optimizer beside it."""
+        """Hugging Face's `model.` at the top, with head and optimizer beside it."""
         file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
         tree = torch.load(file, weights_only=True)
         assert "lm_head.weight" in tree["model"]
@@ -283,7 +283,7 @@ class TestDistributed:
 
 class TestDtypes:
     def mixed(self, folder: Path, layer: int) -> Path:
-        """One matrix of one layer in bfloat16, all else in float32."""
+        """One matrix of one layer in bfloat16, the rest in float32."""
         source = written(folder / "a", "hf", content_of(MODEL))
         import ml_dtypes
 
@@ -295,7 +295,7 @@ class TestDtypes:
     @pytest.mark.parametrize("layer", [0, 1])
     @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
     def test_layers_of_several(self, layer: int, dry: list[str], tmp_path: Path) -> None:
-        """Ours is one array of all layers, which has one dtype."""
+        """In jaxdist all layers are one array of one dtype."""
         source = self.mixed(tmp_path, layer)
         with pytest.raises(ConfigError, match=r"layers.mlp.up_proj.kernel: its layers are bfloat16, float32"):
             main([str(source), str(tmp_path / "b"), *dry])
@@ -335,19 +335,19 @@ class TestOptimizers:
         ],
     )
     def test_another_than_adamw_is_refused(self, change: Callable[[Any], None], says: str, tmp_path: Path) -> None:
-        """And loses nothing silently."""
+        """Nothing is dropped silently."""
         file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
         tree = torch.load(file, weights_only=True)
         change(tree)
         torch.save(tree, file)
         with pytest.raises(ConfigError, match=rf"its optimizer .*{says}.*take the weights alone, --to hf"):
             main([str(file), str(tmp_path / "run")])
-        assert source_experiment(file).model == MODEL  # of `--init` and `evaluate`
+        assert source_experiment(file).model == MODEL  # as `--init` and `evaluate` read it
         main([str(file), str(tmp_path / "hf"), "--to", "hf"])  # a folder has no optimizer
         assert tensors(tmp_path / "hf") == tensors(written(tmp_path / "right", "hf", content_of(MODEL)))
 
     def test_fused_adam_of_apex(self, tmp_path: Path) -> None:
-        """It counts steps by group."""
+        """It counts steps per group."""
         file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
         right, tree = tensors(file), torch.load(file, weights_only=True)
         for entry in tree["optimizer"]["state"].values():
@@ -447,7 +447,7 @@ class TestHostile:
         assert tensors(tmp_path / "b.pt") == right
 
     def test_an_index_without_end(self, tmp_path: Path) -> None:
-        """It is refused by its size, before it is read."""
+        """Refused by its size, before it is read."""
         with (tmp_path / ".metadata").open("wb") as file:
             file.truncate(10**10)
         (tmp_path / "__0_0.distcp").touch()
@@ -458,7 +458,7 @@ class TestHostile:
         tracemalloc.stop()
 
     def test_an_index_that_names_much_memory(self, tmp_path: Path) -> None:
-        """Nine bytes, for which C's unpickler would take 4 GB."""
+        """Nine bytes, for which C's unpickler would allocate 4 GB."""
         run = written(tmp_path / "a", "dcp", content_of(MODEL))
         (index,) = run.rglob(".metadata")
         index.write_bytes(b"\x80\x02]r" + (2**28).to_bytes(4, "little") + b".")
@@ -477,7 +477,7 @@ class TestHostile:
             main([str(source), str(tmp_path / "b")])
 
     def test_a_file_beside_an_index(self, tmp_path: Path) -> None:
-        """transformers takes the file, and so do we."""
+        """The file is read, as by transformers."""
         source, other = (written(tmp_path / n, "hf", content_of(MODEL)) for n in "ab")
         right = tensors(source)
         wrong = {name: weight + 1 for name, weight in load_file(other / WEIGHTS).items()}

@@ -42,15 +42,15 @@ dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")
 STATEFUL = ("orbax", "dcp", "torch")
 FAMILIES = ["Qwen3ForCausalLM", "LlamaForCausalLM biases", "MistralForCausalLM", "GPT2LMHeadModel"]
 WAYS = [("hf", "orbax"), ("orbax", "dcp"), ("dcp", "torch"), ("torch", "hf")]
-# Every kind with every other for one family, each kind once on either end for the others, of which the default suite
-# converts one each way.
+# Every pair of kinds for one family; for the others each kind once on either end, and in the default suite one pair
+# each.
 PAIRS = [(*way, FAMILIES[0]) for way in product(("hf", *STATEFUL), repeat=2)]
 OTHERS = [(*way, name) for way, name in product(WAYS, [*FAMILIES[1:], "MixtralForCausalLM"])]
 QUICK = [(*way, name) for way, name in zip(WAYS, [*FAMILIES[1:], "MixtralForCausalLM"], strict=True)]
 
 
 def content_of(model: Model, dtype: Any = np.float32, naming: str = OWN, **optimizer: Any) -> Content:
-    """Drawn weights and moments after step 7, of which one was passed over."""
+    """Random weights and moments after step 7, one of whose steps was skipped."""
     random, groups = np.random.default_rng(0), {}
     experiment = experiment_for(model.model_dump(), "test")
     experiment = experiment.model_copy(update={"optimizer": Optimizer(**optimizer)})
@@ -76,7 +76,7 @@ def written(path: Path, kind: str, content: Content) -> Path:
 
 
 def tensors(path: Path) -> dict[tuple[str, str], tuple[Any, ...]]:
-    """(group, name) -> dtype, shape and bytes of all that a checkpoint holds."""
+    """(group, name) -> dtype, shape and bytes of all tensors of a checkpoint."""
     content = KINDS[kind_of(path)].format.read_content(path)
     return {
         (group, name): (leaf.dtype, leaf.shape, leaf.read().tobytes())
@@ -106,7 +106,7 @@ def test_there_and_back(pair: tuple[str, str, str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["orbax", "dcp"])
 def test_no_number_is_read_again_for_its_checksum(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest gets the checksums of arrays under the names of their files, from when they were in memory."""
+    """The manifest gets checksums computed while arrays are in memory, under the names of their files."""
     told, seal = list[tuple[int, bool]](), checkpoints.seal
 
     def spied(folder: Path, known: Mapping[str, str], **facts: Any) -> None:
@@ -120,7 +120,7 @@ def test_no_number_is_read_again_for_its_checksum(kind: str, tmp_path: Path, mon
 
 
 def test_a_planted_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the comparison of the test above could not fail."""
+    """Shows that the comparison of the test above can fail."""
     there = written(tmp_path / "first", "orbax", content_of(MODELS["Qwen3ForCausalLM"]))
     convert = Conversion.convert
 
@@ -174,7 +174,7 @@ def test_names_and_their_order_are_those_of_transformers(name: str) -> None:
 
 
 class Payload:
-    """Unpickling it makes a file."""
+    """Creates a file when unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -185,7 +185,7 @@ class Payload:
 
 class TestPickles:
     def alone(self, folder: Path) -> Path:
-        """A distributed checkpoint in no run folder, without a manifest: that of another program."""
+        """Another program's distributed checkpoint: in no run folder, without a manifest."""
         run = written(folder / "dcp", "dcp", content_of(MODELS["Qwen2ForCausalLM"]))
         (run / "checkpoints" / "7" / "manifest.json").unlink()
         return (run / "checkpoints" / "7").rename(folder / "alone")
@@ -204,7 +204,7 @@ class TestPickles:
         assert not (tmp_path / "ran").exists()
 
     def test_an_index(self, tmp_path: Path) -> None:
-        """Of a distributed checkpoint, for whose index torch itself has no safe way."""
+        """The index of a distributed checkpoint, which torch itself cannot load safely."""
         alone = self.alone(tmp_path)
         (alone / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
         with pytest.raises(ConfigError, match=r"its .metadata is refused: it names pathlib.*touch"):
@@ -212,7 +212,7 @@ class TestPickles:
         assert not (tmp_path / "ran").exists()
 
     def test_an_entry(self, tmp_path: Path) -> None:
-        """A tensor's place that holds a pickle."""
+        """A pickle in place of a tensor."""
         alone = self.alone(tmp_path)
         for file in alone.glob("*.distcp"):
             torch.save(Payload(tmp_path / "ran"), file)
@@ -231,7 +231,7 @@ class TestPickles:
 
 
 class TestForce:
-    """It replaces a checkpoint, and neither what is read nor anything else."""
+    """--force replaces a checkpoint, but neither the source nor anything else."""
 
     def test_its_source(self, tmp_path: Path) -> None:
         source = written(tmp_path / "hf", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
@@ -319,8 +319,8 @@ class TestCommandLine:
             main([str(source), str(tmp_path / "b"), "--to", "dcp", "--verify"])
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
-    def test_verify_of_what_is_no_number(self, tmp_path: Path) -> None:
-        """NaN, if it is to be kept, and zeros are converted as they are, and equal."""
+    def test_verify_of_values_that_are_not_finite(self, tmp_path: Path) -> None:
+        """NaN with `keep`, and zeros, are converted unchanged, and compare equal."""
         for value in np.nan, 0:
             content = content_of(MODELS["Qwen2ForCausalLM"])
             leaves = {
@@ -332,7 +332,7 @@ class TestCommandLine:
 
     @pytest.mark.parametrize("killed", ["before", "after"])
     def test_a_kill_while_a_target_was_replaced(self, killed: str, tmp_path: Path) -> None:
-        """Between its two names, or before the old one was removed: it is back, or gone."""
+        """Between the two renames the old target is restored; afterwards the rest of it is removed."""
         source = written(tmp_path / "a", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
         main([str(source), str(tmp_path / "b")])
         right = tensors(tmp_path / "b")
@@ -359,8 +359,8 @@ class TestCommandLine:
         with pytest.raises(ConfigError, match=r"TARGET: .*File name too long"):
             main([str(source), str(tmp_path / ("x" * 300))])
 
-    def test_what_was_carried_along(self, tmp_path: Path) -> None:
-        """config.json and tokenizer through a run folder, to the byte; metadata of the files too."""
+    def test_files_beside_the_weights_come_back(self, tmp_path: Path) -> None:
+        """config.json and tokenizer through a run folder, to the byte, with the files' metadata."""
         source = written(tmp_path / "a", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
         settings = json.loads((source / "config.json").read_text()) | {"bos_token_id": 3, "_mine": "kept"}
         (source / "config.json").write_text(json.dumps(settings))
@@ -375,14 +375,14 @@ class TestCommandLine:
 
 @pytest.mark.parametrize("kind", often(["hf", *STATEFUL], ["orbax"]))
 def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits and what is converted, as numpy counts it; and where all is read first, it is seen."""
+    """Queued and converted tensors, as counted by numpy; reading all first exceeds the bound."""
     ahead = 4_000_000
     model = Llama(**{**SMALL, "layers": 32, "dim": 192, "hidden": 768, "vocab": 1024})
     shapes = shapes_of(model)
 
     def read(shape: Shape) -> np.ndarray:
         array = np.full(shape, 1.5, np.float32)
-        time.sleep(0.05)  # and others may read
+        time.sleep(0.05)  # lets other threads read
         return array
 
     leaves = {n: Leaf(s, np.dtype(np.float32), partial(read, s)) for n, s in shapes.items()}
@@ -396,10 +396,10 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
         tracemalloc.stop()
         return most
 
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps thousands of DCP's records
-    written(tmp_path / "warm", kind, content)  # imports count too
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest stores thousands of DCP's records
+    written(tmp_path / "warm", kind, content)  # imports allocate too
     monkeypatch.setattr(stream.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(stream, "AHEAD", ahead // 4)  # the rest is for the plan of some hundred tensors
+    monkeypatch.setattr(stream, "AHEAD", ahead // 4)  # the rest is for a plan of some hundred tensors
     assert peak("bounded") < bound
     monkeypatch.setattr(stream, "AHEAD", 10**12)
     assert peak("unbounded") > bound
@@ -407,7 +407,7 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize("full", ["torch.save", "jaxdist.formats.buffers.write"])
 def test_a_full_disk_is_reported(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When files are laid out, within `torch.distributed.checkpoint`, and when they are filled; nothing is left."""
+    """When files are created, within `torch.distributed.checkpoint`, or when they are filled; nothing is left."""
     source = written(tmp_path / "run", "orbax", content_of(Llama(**SMALL)))
 
     def write(*_: Any) -> None:
@@ -421,7 +421,7 @@ def test_a_full_disk_is_reported(full: str, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_a_failure_leaves_nothing(kind: str, tmp_path: Path) -> None:
-    """Also where moments are being written beside the weights that fail."""
+    """Also while moments are written beside the failing weights."""
     content = content_of(MODELS["Qwen2ForCausalLM"])
     large = {
         **content.groups[PARAMETERS],
@@ -435,7 +435,7 @@ def test_a_failure_leaves_nothing(kind: str, tmp_path: Path) -> None:
 
 
 def test_parameters_and_moments_are_not_converted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orbax would write its items at once, which would take the memory twice."""
+    """Orbax would write its items concurrently and take twice the memory."""
     busy, seen = 0, set()
     each = Conversion.each
 
@@ -443,7 +443,7 @@ def test_parameters_and_moments_are_not_converted_at_once(tmp_path: Path, monkey
         nonlocal busy
         busy += 1
         seen.add(busy)
-        time.sleep(0.2)  # and another may begin
+        time.sleep(0.2)  # lets another one begin
         each(*arguments)
         busy -= 1
 

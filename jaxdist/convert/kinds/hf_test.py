@@ -1,4 +1,4 @@
-"""What of a Hugging Face folder goes along beside its weights, and what stays behind and is named."""
+"""Files beside a Hugging Face folder's weights: which come along, and which are left behind and named."""
 
 import json
 import os
@@ -28,7 +28,7 @@ BEHIND = {
 
 
 def folder(path: Path, files: dict[str, bytes]) -> Path:
-    """Weights, with these files beside them."""
+    """Weights with these files beside them."""
     written(path, "hf", content_of(MODEL))
     for name, file in files.items():
         (path / name).parent.mkdir(exist_ok=True)
@@ -37,14 +37,14 @@ def folder(path: Path, files: dict[str, bytes]) -> Path:
 
 
 def beside_weights(path: Path) -> dict[str, bytes]:
-    """What a folder has besides its config and its weights."""
+    """Files of a folder besides its config and weights."""
     found = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
     return {name: file.read_bytes() for name, file in found.items() if name not in ("config.json", SINGLE)}
 
 
 @pytest.mark.parametrize("way", [[], ["run"], ["a.pt", "run"], ["dcp"]], ids=str)
-def test_what_goes_along(way: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through whatever kinds; weights of other formats, hidden files, folders and links out of it are named."""
+def test_which_files_come_along(way: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through any kinds; other formats' weights, hidden files, folders and links to outside are named."""
     if way != ["run"] and way:
         pytest.importorskip("torch")
     source = folder(tmp_path / "a", ALONG | BEHIND)
@@ -68,7 +68,7 @@ def test_what_goes_along(way: list[str], tmp_path: Path, capsys: pytest.CaptureF
 def test_names_that_cannot_be_written_again_stay_behind(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A torch file with them would be refused as a whole when it is read."""
+    """A torch file with such names would be refused when read."""
     pytest.importorskip("torch")
     source = folder(tmp_path / "a", {name: b"x", "README.md": b"card"})
     main([str(source), str(tmp_path / "b.pt")])
@@ -80,7 +80,7 @@ def test_names_that_cannot_be_written_again_stay_behind(
 def test_large_files_stay_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One for its own size, another because there would be too much in all."""
+    """One exceeds the limit for a file, another the total."""
     monkeypatch.setattr(companions, "MOST_EACH", 10)
     source = folder(tmp_path / "a", {"a.txt": b"x" * 10, "b.txt": b"x" * 11, "c.txt": b"x" * 10, "d.txt": b"x" * 10})
     monkeypatch.setattr(companions, "MOST_BYTES", (source / "config.json").stat().st_size + 25)
@@ -98,7 +98,7 @@ def test_what_a_torch_file_may_not_bring(name: str) -> None:
 
 
 def test_a_card_is_replaced_by_the_same_alone(tmp_path: Path) -> None:
-    """--force takes no file that would be lost."""
+    """--force replaces no file that would be lost."""
     source = folder(tmp_path / "a", ALONG)
     main([str(source), str(tmp_path / "run")])
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_a_card_is_replaced_by_the_same_alone(tmp_path: Path) -> None:
 
 
 def test_metadata_of_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What all say, or one alone, is said of the whole; what they say differently is named."""
+    """Metadata that all shards share, or only one has, is kept; contradictions are named."""
     source = folder(tmp_path / "a", {})
     weights = load_file(source / SINGLE)
     (source / SINGLE).unlink()

@@ -1,4 +1,4 @@
-"""Orbax checkpoints that lie, or that nobody sealed: errors of our own, nothing read from outside, no memory for it."""
+"""Hostile or unsealed Orbax checkpoints: our own errors, nothing read from outside, no memory allocated for them."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ARRAY = "parameters/embed.embedding"
 
 @pytest.fixture
 def lone(tmp_path: Path) -> Path:
-    """A checkpoint without a manifest, as another program may write it, in no run folder."""
+    """A checkpoint without a manifest and outside of a run folder, as from another program."""
     run = written(tmp_path / "run", "orbax", content_of(MODELS["Qwen3ForCausalLM"]))
     (tmp_path / "lone").mkdir()
     folder = (run / "checkpoints" / "7").rename(tmp_path / "lone" / "7")
@@ -48,7 +48,7 @@ def test_it_is_read(lone: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("place", [f"{ARRAY}/0.0", ARRAY, "parameters", "optimizer"])
 def test_links_that_lead_outside(lone: Path, place: str, tmp_path: Path) -> None:
-    """Of a chunk, an array, an item; within the checkpoint they may lead where they like."""
+    """Links of a chunk, an array or an item; links within the checkpoint are followed."""
     shutil.move(lone / place, tmp_path / "elsewhere")
     (lone / place).symlink_to(tmp_path / "elsewhere")
     refused(lone, "is outside of")
@@ -68,7 +68,7 @@ def test_pipes(lone: Path, place: str) -> None:
 
 
 def test_a_chunk_that_is_missing(lone: Path) -> None:
-    """TensorStore alone would read it as zeros."""
+    """TensorStore alone would read zeros."""
     (lone / ARRAY / "0.0").unlink()
     refused(lone, "missing")
     leaves = sources.found(lone, READER).leaves

@@ -1,4 +1,4 @@
-"""Headers that lie, indexes that point elsewhere and absurd config.json: a ConfigError, and nothing is allocated."""
+"""False headers, indexes that point elsewhere and absurd config.json files give a ConfigError without allocating."""
 
 import json
 import os
@@ -30,13 +30,13 @@ def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[st
 
 
 def file_of(header: Header, data: int = 8, length: int | None = None) -> bytes:
-    """A safetensors file with `data` bytes after its header, whose length it may state wrongly."""
+    """A safetensors file with `data` bytes after its header, whose length field may be wrong."""
     text = (header if isinstance(header, str) else json.dumps(header)).encode("utf-8", "surrogatepass")
     return struct.pack("<Q", len(text) if length is None else length) + text + bytes(data)
 
 
 TWO = '"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
-# What the library refuses. Should a release of it take one of these, it is seen here.
+# Refused by the library. A release that accepts one fails here.
 BY_THE_LIBRARY: dict[str, bytes] = {
     "no JSON": file_of("{{"),
     "no table": file_of("[]"),
@@ -63,7 +63,7 @@ BY_THE_LIBRARY: dict[str, bytes] = {
     "shape given twice": file_of("{" + TWO.replace("[2],", '[2],"shape":[1,2],') + "}"),
     "metadata that is not a text": file_of({"__metadata__": {"format": 1}, "a": entry([2], 0, 8)}),
 }
-# What it takes, or fails over with another error than its own.
+# Accepted by the library, or failing with a foreign error.
 BY_US: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "a header of 0 bytes in a file of 0"),
     "seven bytes": (b"1234567", "in a file of 7"),
@@ -75,7 +75,7 @@ BY_US: dict[str, tuple[bytes, str]] = {
     "dtype of no numbers": (file_of({"a": entry([1], 0, 8, "C64")}), "tensor a is C64; give one of"),
     "two numbers in a byte": (file_of({"a": entry([16], 0, 8, "F4")}), "tensor a is F4; give one of"),
 }
-# What can be listed, and not be read.
+# Can be listed, but not read.
 UNREADABLE = {
     "2**63 empty rows": (file_of({"a": entry([0, 2**63], 0, 0)}, 0), r"float32\[0, 9223372036854775808\]: Maximum"),
     "65 dimensions": (file_of({"a": entry([1] * 65, 0, 4)}, 4), "64, found 65; give a tensor"),
@@ -120,13 +120,13 @@ def test_a_tensor_that_numpy_cannot_hold(lie: str, tmp_path: Path) -> None:
 
 
 def test_a_tensor_beyond_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of 4 TB of zeros, which takes no room on the disk. The library would panic, which is no Exception."""
+    """A sparse file of 4 TB. The library would panic, which is no Exception."""
     shape = 10**12
     with (tmp_path / SINGLE).open("wb") as file:
         file.write(file_of({"a": entry([shape], 0, 4 * shape)}, 0))
         file.truncate(file.tell() + 4 * shape)
 
-    def full(*_: Any, **__: Any) -> None:  # where memory is promised freely, it would be there
+    def full(*_: Any, **__: Any) -> None:  # replaces overcommitted memory
         raise MemoryError("Unable to allocate 3.64 TiB")
 
     tensors = Tensors(tmp_path)
@@ -135,8 +135,8 @@ def test_a_tensor_beyond_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tensors.read("a")
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
-    """A pipe would be waited for."""
+def test_a_folder_or_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    """Reading a pipe would wait for ever."""
     (tmp_path / SINGLE).mkdir()
     with pytest.raises(ConfigError, match=f"{SINGLE}: it is not a file; give"):
         Tensors(tmp_path)
@@ -147,7 +147,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 
 def shards(folder: Path, second: str) -> Path:
-    """A folder of two shards, the second of which its index calls `second`."""
+    """A folder of two shards, whose index names the second one `second`."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({"a": np.ones(2)}, folder / "1.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": second}}))
@@ -258,7 +258,7 @@ def test_an_absurd_config_names_its_key(settings: dict[str, Any], says: str, tmp
 
 
 def test_keys_that_change_nothing_pass(tmp_path: Path) -> None:
-    """transformers writes many; those of null are as good as absent."""
+    """transformers writes many; null is the same as absent."""
     more = {"pretraining_tp": 2, "use_cache": False, "attention_dropout": 0.1, "torch_dtype": "bfloat16", "mine": [1]}
     absent = {"quantization_config": None, "attn_logit_softcapping": None, "rope_scaling": None, "is_causal": True}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | more | absent))
@@ -308,7 +308,7 @@ RESNET = to_settings(ResNet(family="resnet", block="basic", stem=8, depths=(1,),
     ("settings", "says"),
     [
         (LLAMA | {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers = 2147483647; give"),
-        (LLAMA | {"num_hidden_layers": MOST_LAYERS}, "absent there"),  # whatever is accepted is told at once
+        (LLAMA | {"num_hidden_layers": MOST_LAYERS}, "absent there"),  # the most layers accepted; fails at once
         (LLAMA | {"vocab_size": 2**31 - 1}, r"\(2147483647, 8\) in the model"),
         (GPT | {"n_layer": 300_000}, "n_layer = 300000; give a whole number from 1 to 10,000"),
         pytest.param(GPT | {"n_layer": MOST_LAYERS}, "absent there", marks=pytest.mark.slow),

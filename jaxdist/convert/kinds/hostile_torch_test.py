@@ -1,4 +1,5 @@
-"""Torch files, distributed checkpoints and run folders that lie: a ConfigError, and no code, hang or allocation."""
+"""Hostile torch files, distributed checkpoints and run folders give a ConfigError: no code runs, nothing hangs or
+allocates."""
 
 import importlib
 import os
@@ -44,12 +45,12 @@ class TestIndex:
 
     def saved(self, folder: Path) -> Path:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process group is here
+            warnings.simplefilter("ignore")  # warns that there is no process group
             dcp.save({"a": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
         return folder / ".metadata"
 
     def built(self, index: Path, named: bytes, state: bytes) -> None:
-        """Before all else, the opcode BUILD on what is named, with a state."""
+        """Prepends the opcode BUILD on `named`, with a state."""
         whole = pickle.dumps(pickle.loads(index.read_bytes()), protocol=2)
         index.write_bytes(whole[:2] + named + state + pickle.BUILD + pickle.POP + whole[2:])
 
@@ -92,7 +93,7 @@ class TestFiles:
             read_content(self.changed(own, files=many))
 
     def test_many_tensors_that_show_few_numbers_often(self, own: Path) -> None:
-        """Each as large as the file, all of them far larger."""
+        """Each is as large as the file, together far larger."""
         size = own.stat().st_size
         few = torch.zeros(1, dtype=torch.uint8)
         read_content(self.changed(own, more=[few.expand(size // 2)]))
@@ -114,7 +115,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("old", [False, True])
     def test_a_sign_that_is_a_bit_of_the_tensor(self, old: bool, tmp_path: Path) -> None:
-        """As of x.conj().imag, which is x.imag until it is written out; and of x.conj() itself."""
+        """For instance x.conj().imag, a view of x.imag with a negative bit; and x.conj()."""
         x, y = torch.randn(2, 3, 5, dtype=torch.complex64).unbind()
         tree = {"negative": x.conj().imag, "turned": x.conj().imag.T, "conjugate": y.clone().conj()}
         assert tree["negative"].is_neg() and tree["conjugate"].is_conj()
@@ -157,7 +158,7 @@ def pipe(file: Path) -> None:
 
 
 def terabyte(file: Path) -> None:
-    """Of zeros, which take no room on the disk."""
+    """Sparse zeros, without room on the disk."""
     with file.open("wb") as data:
         data.truncate(10**12)
 
@@ -171,7 +172,7 @@ def a_list(file: Path) -> None:
 
 
 class TestRunFolders:
-    """A checkpoint of Orbax without a manifest, which would tell that a file has changed."""
+    """A checkpoint of Orbax without a manifest, so that no checksum shows a changed file."""
 
     @pytest.fixture
     def lone(self, tmp_path: Path) -> Path:
@@ -198,7 +199,7 @@ def test_an_experiment_that_is_no_table(values: Any) -> None:
 
 
 def test_a_terabyte_beside_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It may be of something else: the file is converted, without its neighbours."""
+    """Unrelated large neighbours are left out of the conversion."""
     file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
     terabyte(tmp_path / "tokenizers.tar")
     main([str(file), str(tmp_path / "b"), "--to", "hf"])

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning: names within a larger module, schedules, averages; causes before their consequences."""
+"""Lightning's checkpoints: names within a larger module, schedules, averages; causes reported before consequences."""
 
 import importlib
 import json
@@ -37,7 +37,7 @@ def config(folder: Path, model: Any = MODEL) -> list[str]:
 
 
 def lightning(path: Path, prefix: str, model: Any = MODEL, **parts: Any) -> dict[str, Any]:
-    """What Lightning's Trainer saves of a LightningModule that has the model as an attribute."""
+    """Checkpoint of Lightning's Trainer for a LightningModule with the model as an attribute."""
     tree = torch.load(written(path.with_suffix(".pt"), "torch", content_of(model)), weights_only=True)
     found = {
         "epoch": 0, "global_step": tree["step"], "pytorch-lightning_version": "2.5.0", "loops": {}, "callbacks": {},
@@ -49,7 +49,7 @@ def lightning(path: Path, prefix: str, model: Any = MODEL, **parts: Any) -> dict
 
 
 def same_as_without(folder: Path, model: Any = MODEL) -> None:
-    """Weights, moments and step are those of the file without a prefix."""
+    """Weights, moments and step equal those of the file without a prefix."""
     for source, run in (("a.ckpt", "run"), ("a.pt", "right")):
         main([str(folder / source), str(folder / run), *config(folder, model)])
     assert tensors(folder / "run") == tensors(folder / "right")
@@ -69,7 +69,7 @@ def test_prefixes_come_off_and_come_back(case: tuple[str, Any], tmp_path: Path) 
 
 @pytest.mark.long
 def test_a_base_model_within(tmp_path: Path) -> None:
-    """Without its head, transformers' names have no prefix of their own."""
+    """Without a head transformers' names have no prefix of their own."""
     tied = MODELS["Qwen3ForCausalLM"]
     found = lightning(tmp_path / "a.ckpt", "", tied)
     base = {n.removeprefix("model."): t for n, t in found["state_dict"].items() if n != "lm_head.weight"}
@@ -81,7 +81,7 @@ def test_a_base_model_within(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("prefix", ["", "net."])
 def test_an_optimizer_with_names_of_either_module(prefix: str, tmp_path: Path) -> None:
-    """Of `self.named_parameters()`, or of the model alone, in an order that no rule gives."""
+    """Names from `self.named_parameters()` or from the model alone, in an order that follows no rule."""
     found = lightning(tmp_path / "a.ckpt", "net.")
     (optimizer,) = found["optimizer_states"]
     keys = [key for group in optimizer["param_groups"] for key in group["params"]]
@@ -100,7 +100,7 @@ def refused(folder: Path, says: str) -> None:
 
 
 def test_weights_are_looked_at_before_the_optimizer(tmp_path: Path) -> None:
-    """A missing tensor, one too many, a second copy of the model, another shape: none is blamed on the order."""
+    """Missing or extra tensors, a second copy of the model, or another shape are not reported as a wrong order."""
     found = lightning(tmp_path / "a.ckpt", "net.")
     state = dict(found["state_dict"])
     norm = "net.model.norm.weight"
@@ -124,8 +124,8 @@ def test_weights_are_looked_at_before_the_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_transposition_is_called_one(tmp_path: Path) -> None:
-    """And the fix that the message gives leads to the right weights."""
+def test_a_transposed_weight_is_reported_as_such(tmp_path: Path) -> None:
+    """The message's fix gives the right weights."""
     found = lightning(tmp_path / "a.ckpt", "net.")
     state = found["state_dict"]
     turned = [name for name in state if name.endswith("up_proj.weight")]
@@ -171,11 +171,11 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", often(SCHEDULES, ["warm-up", "one cycle", "lambda", "steps"]))
 def test_the_rule_of_a_scheduler_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where its state has the rule, at each step to come; else the config's is taken, and that is said."""
+    """If its state has the rule, at each later step; otherwise the config's is taken, and reported."""
     make, unlike = SCHEDULES[name]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2e-3)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of schedulers that step without their optimizer
+        warnings.simplefilter("ignore")  # warnings of schedulers that step without their optimizer
         scheduler = make(optimizer)
         for _ in range(7):
             scheduler.step()
@@ -201,7 +201,7 @@ def test_the_rule_of_a_scheduler_goes_on(name: str, tmp_path: Path, capsys: pyte
 
 
 def test_the_peak_of_one_cycle(tmp_path: Path) -> None:
-    """OneCycleLR begins at a share of its peak, which is not a peak of a schedule that --model gives."""
+    """OneCycleLR's initial_lr is a share of the peak; the run's learning rate is the peak, max_lr."""
     found = lightning(tmp_path / "a.ckpt", "net.")
     for group in found["optimizer_states"][0]["param_groups"]:
         group |= {"lr": 1e-3, "initial_lr": 8e-5, "max_lr": 2e-3, "min_lr": 8e-9}
@@ -212,7 +212,7 @@ def test_the_peak_of_one_cycle(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_averages_are_not_taken_for_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lightning's WeightAveraging keeps the weights themselves, which its optimizer is of, beside."""
+    """Lightning's WeightAveraging keeps the trained weights beside the averages."""
     found = lightning(tmp_path / "a.ckpt", "net.")
     averages = {name: tensor + 1 for name, tensor in found["state_dict"].items()}
     current = found["state_dict"]

@@ -1,4 +1,4 @@
-"""llm.c's model files and states: each tensor from its place, masters in place of bfloat16, and what is refused."""
+"""llm.c's model files and states: offsets of tensors, masters in place of bfloat16, and refusals."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from jaxdist.formats import llmc_files
 from jaxdist.formats.foreign import SINGLE
 
 L, H, D, V, T = 3, 2, 8, 17, 6
-ROWS = 20  # of which the last 3 are padding
+ROWS = 20  # the last 3 are padding
 SHAPES: dict[str, tuple[int, ...]] = {
     "wte": (ROWS, D), "wpe": (T, D), "ln1w": (L, D), "ln1b": (L, D), "qkvw": (L, 3 * D, D), "qkvb": (L, 3 * D),
     "attprojw": (L, D, D), "attprojb": (L, D), "ln2w": (L, D), "ln2b": (L, D), "fcw": (L, 4 * D, D),
@@ -75,7 +75,7 @@ def test_a_model(version: int, tmp_path: Path) -> None:
     ("tokens", "rows", "multiple"), [(17, 20, 20), (17, 17, 1), (17, 128, 128), (130, 256, 128), (256, 256, 1)]
 )
 def test_padding_is_no_token(tokens: int, rows: int, multiple: int, tmp_path: Path) -> None:
-    """It has no place in the model's distribution, nor in what is exported, where the tokens are as they were."""
+    """Padding is neither in the model's distribution nor exported; tokens are unchanged."""
     file, random = tmp_path / "gpt2.bin", np.random.default_rng(0)
     shapes = SHAPES | {"wte": (rows, D)}
     right = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -94,7 +94,7 @@ def test_the_vocabulary_of_gpt2(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_moments_and_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of one process; those of several are named as left behind."""
+    """From one process; other processes' files are named as left behind."""
     weights = model(tmp_path / "model_00000040.bin", 5)
     m, v, masters = drawn(1), drawn(2), drawn(3)
     v = {name: np.abs(array) for name, array in v.items()}
@@ -110,8 +110,8 @@ def test_moments_and_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     same(tensors(tmp_path / "two"), "parameters", weights)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    """And giving the model file, as the message says, leads on."""
+def test_other_files_of_llmc_are_refused(tmp_path: Path) -> None:
+    """The message's fix, the model file, works."""
     file, state_file = tmp_path / "model_00000040.bin", tmp_path / "state_00000040_00000.bin"
     model(file)
     state(state_file, drawn(1), {n: np.abs(a) for n, a in drawn(2).items()})

@@ -1,4 +1,4 @@
-"""Meta's layout: the logits of converted weights are those of Meta's own arithmetic, with complex rotations."""
+"""Meta's layout: converted weights give the logits of Meta's own arithmetic with complex rotations."""
 
 import json
 import math
@@ -47,8 +47,8 @@ def saved(folder: Path, ranks: list[dict[str, Any]]) -> Path:
     ("dim", "more", "factor"),
     [(4096, {}, 8), (2048, {}, 32), (3072, {}, 32), (2048, {"rope_scaling_factor": 16}, 16), (16384, {}, 8)],
 )
-def test_how_far_the_rotation_is_stretched(dim: int, more: dict[str, Any], factor: float, tmp_path: Path) -> None:
-    """Llama 3.2 says no more than Llama 3.1, and means another."""
+def test_the_factor_of_the_rotation(dim: int, more: dict[str, Any], factor: float, tmp_path: Path) -> None:
+    """Llama 3.2 has the same settings as Llama 3.1, but another factor."""
     (tmp_path / "params.json").write_text(json.dumps(PARAMS | {"dim": dim, "use_scaled_rope": True} | more))
     shapes = {"layers.0.feed_forward.w1.weight": (24, dim), "tok_embeddings.weight": (128, dim)}
     values = formats_meta._model(
@@ -58,7 +58,7 @@ def test_how_far_the_rotation_is_stretched(dim: int, more: dict[str, Any], facto
 
 
 def reference(w: dict[str, Any], tokens: Any, interleaved: bool = True) -> Any:
-    """The forward pass with a head's numbers in neighbouring pairs, each a complex number that is turned: [B, T, V]."""
+    """Forward pass that rotates neighbouring pairs of a head's numbers as complex numbers: [B, T, V]."""
     H, K, C = MODEL.heads, MODEL.kv_heads, MODEL.head_dim
     B, T = tokens.shape
     angles = torch.outer(torch.arange(T), MODEL.rope_theta ** (-torch.arange(0, C, 2) / C))
@@ -89,7 +89,7 @@ def reference(w: dict[str, Any], tokens: Any, interleaved: bool = True) -> Any:
 
 
 def apart(folder: Path, interleaved: bool = True) -> float:
-    """The largest difference of logits from the reference, over the largest logit."""
+    """Largest difference of logits from the reference, over the largest logit."""
     tokens = np.random.default_rng(0).integers(MODEL.vocab, size=(2, 16), dtype=np.int32)
     content = KINDS["meta"].format.read_content(folder)
     ours = logits(content, tokens)
@@ -105,7 +105,7 @@ def test_logits_are_those_of_metas_arithmetic(tmp_path: Path) -> None:
 
 
 def test_pieces_of_ranks_are_put_together(tmp_path: Path) -> None:
-    """Two ranks, as Llama 2 splits: embeddings by width, others by their outputs or inputs."""
+    """Two ranks, split as Llama 2: embeddings by width, others by outputs or inputs."""
 
     def piece(name: str, tensor: Any, rank: int) -> Any:
         if tensor.ndim == 1:
@@ -155,7 +155,7 @@ def test_a_number_beyond_all(key: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [None, (), (7 * 16,), (7, 16, 1), (3, 15)])
 def test_ranks_that_do_not_fit(other: Any, tmp_path: Path) -> None:
-    """The second lacks a tensor, or has another than a piece of the same."""
+    """The second rank lacks a tensor, or has another shard than the first's tensor needs."""
     first = drawn() | {"output.weight": torch.ones(3, 16)}
     second = drawn() | {"output.weight": torch.ones(other or ())}
     if other is None:
@@ -165,7 +165,7 @@ def test_ranks_that_do_not_fit(other: Any, tmp_path: Path) -> None:
 
 
 def test_its_listing_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was assumed of it is told elsewhere."""
+    """Assumptions are reported on standard error."""
     folder = saved(tmp_path / "meta", [drawn()])
     (folder / "params.json").write_text(json.dumps(PARAMS | {"use_scaled_rope": True}))
     main(["--inspect", str(folder), "--json"])

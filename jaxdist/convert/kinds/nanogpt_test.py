@@ -1,4 +1,4 @@
-"""nanoGPT's checkpoints: Linear layout, model_args, the schedule of its loop, and the learning rate of its resume."""
+"""nanoGPT's checkpoints: Linear layout, model_args, its loop's schedule, and the learning rate on its resume."""
 
 import math
 from pathlib import Path
@@ -24,7 +24,7 @@ LOOP: dict[str, Any] = {
 
 
 def get_lr(it: int) -> float:
-    """nanoGPT's, of LOOP."""
+    """nanoGPT's function for LOOP."""
     if it < LOOP["warmup_iters"]:
         return float(LOOP["learning_rate"] * (it + 1) / (LOOP["warmup_iters"] + 1))
     if it > LOOP["lr_decay_iters"]:
@@ -62,7 +62,7 @@ def weights(bias: bool) -> dict[str, Any]:
 
 
 def checkpoint(path: Path, it: int = 9, bias: bool = True, alphabetical: bool = False, **parts: Any) -> dict[str, Any]:
-    """What train.py saves before its iteration `it`; `alphabetical`: the order of its groups before mid-2023."""
+    """File saved by train.py before its iteration `it`; `alphabetical`: the order of its groups before mid-2023."""
     model = weights(bias)
     names = [name for name in model if name != "lm_head.weight"]
     groups = [[n for n in names if (model[n].ndim >= 2) == wide] for wide in (True, False)]
@@ -93,7 +93,7 @@ def checkpoint(path: Path, it: int = 9, bias: bool = True, alphabetical: bool = 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("alphabetical", often([False, True], [True]))
 def test_model_optimizer_and_schedule_are_read(bias: bool, alphabetical: bool, tmp_path: Path) -> None:
-    """And it comes back as it was."""
+    """They also come back unchanged."""
     before = checkpoint(tmp_path / "ckpt.pt", bias=bias, alphabetical=alphabetical)
     main([str(tmp_path / "ckpt.pt"), str(tmp_path / "run"), "--verify"])
     e = load(tmp_path / "run" / "config.toml", {})
@@ -139,8 +139,8 @@ def converted(folder: Path, *arguments: str) -> Experiment:
 
 
 @pytest.mark.long
-def test_what_a_model_section_leaves_out_is_the_files(tmp_path: Path) -> None:
-    """GELU, biases, schedule; what it contradicts is refused, but for GELU, of which the file says nothing itself."""
+def test_a_model_section_is_completed_from_the_file(tmp_path: Path) -> None:
+    """GELU, biases, schedule. A contradiction is refused, except for GELU, which the file does not state."""
     checkpoint(tmp_path / "ckpt.pt", bias=False)
     e = converted(tmp_path, *config(tmp_path))
     assert e == converted(tmp_path)
@@ -158,8 +158,8 @@ SCHEDULE = ["[optimizer]", "learning_rate = 6e-4", "warmup = 5", "decay_steps = 
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_schedule_that_has_the_rate_of_now_is_kept(late: int, tmp_path: Path) -> None:
-    """Whether a loop sets the rate before a step, or a scheduler that of the next."""
+def test_a_schedule_with_the_current_rate_is_kept(late: int, tmp_path: Path) -> None:
+    """Whether the loop sets the rate before a step, or a scheduler sets the next step's."""
     found = checkpoint(tmp_path / "ckpt.pt", config={})
     for group in found["optimizer"]["param_groups"]:
         group["lr"] = get_lr(9 - late)
@@ -180,7 +180,7 @@ def another_rate(folder: Path) -> None:
 def test_another_rate_is_refused_and_a_flag_decides(
     whose: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both ways that the message gives lead on."""
+    """Both fixes in the message work."""
     another_rate(tmp_path)
     model = config(tmp_path, *SCHEDULE) if whose == "--model" else []
     says = (
@@ -196,7 +196,7 @@ def test_another_rate_is_refused_and_a_flag_decides(
 
 
 def test_weights_that_do_not_fit_its_arguments(tmp_path: Path) -> None:
-    """Padding of the vocabulary is part of them; what is missing is named."""
+    """Vocabulary padding counts; missing tensors are named."""
     found = checkpoint(tmp_path / "ckpt.pt")
     torch.save(found | {"model_args": found["model_args"] | {"vocab_size": V - 1}}, tmp_path / "ckpt.pt")
     with pytest.raises(
@@ -211,7 +211,7 @@ def test_weights_that_do_not_fit_its_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_schedule_is_mended_on_the_resume(tmp_path: Path) -> None:
-    """Before the first step after a conversion; then it is what the run trains by."""
+    """Before the first step after a conversion; the run then trains by it."""
     from jaxdist.train import main as train
 
     checkpoint(tmp_path / "ckpt.pt", config={})

@@ -1,4 +1,4 @@
-"""Orbax has no reason to warn where its checkpoints are written and read."""
+"""Writing and reading our Orbax checkpoints causes no warning of Orbax."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 def test_orbax_does_not_miss_metadata_of_arrays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `quiet`, which comes after the first handler of a process is made."""
+    """Even without `quiet`, which comes after a process's first handler."""
     monkeypatch.setattr(orbax_io, "quiet", lambda: None)
     run, folder, back, theirs = (str(tmp_path / name) for name in ("run", "hf", "back", "theirs"))
     tree = saved(tmp_path / "tree", maxtext(hf_tensors()))

@@ -1,4 +1,4 @@
-"""LoRA adapters are merged into their base as PEFT computes them, or told what they are."""
+"""LoRA adapters are merged into their base as by PEFT, or refused with a reason."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_merged_weights(settings: Any, scales: tuple[float, float], llama: Path,
 
 
 def close(found: np.ndarray, wanted: np.ndarray) -> None:
-    """A sum of products in float32, of rank 4, beside one in float64."""
+    """Within float32's rounding of a sum of products of rank 4, against float64."""
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2.0**-24 * np.abs(wanted).max() * 8)
 
 
@@ -92,7 +92,7 @@ def product(tensors: dict[str, np.ndarray], b: str, a: str) -> np.ndarray:
 def merged(
     base: Path, adapter: Path, tmp_path: Path, *more: str
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The tensors of a base with an adapter, by the command, and those without."""
+    """Tensors of a base with an adapter, merged by the command, and those without."""
     main([str(base), str(tmp_path / "out"), "--to", "hf", "--adapter", str(adapter), "--verify"])
     return load_file(tmp_path / "out" / "model.safetensors"), load_file(base / "model.safetensors")
 
@@ -106,7 +106,7 @@ def test_conv1d_embeddings_and_tensors_saved_whole(gpt2: Path, llama: Path, tmp_
     close(found[f"{fused}.weight"], base[f"{fused}.weight"] + delta.T)
     table, head = "model.embed_tokens", "lm_head"
     tensors = {f"{table}.lora_embedding_A": drawn(4, 96), f"{table}.lora_embedding_B": drawn(32, 4)}
-    whole = {f"{head}.weight": drawn(96, 32), f"{table}.base_layer.weight": drawn(96, 32)}  # as PEFT saves both
+    whole = {f"{head}.weight": drawn(96, 32), f"{table}.base_layer.weight": drawn(96, 32)}  # PEFT saves both so
     (tmp_path / "b").mkdir()
     found, base = merged(llama, adapter(tmp_path / "c", tensors | whole), tmp_path / "b")
     delta = product(tensors, f"{table}.lora_embedding_B", f"{table}.lora_embedding_A")
@@ -115,7 +115,7 @@ def test_conv1d_embeddings_and_tensors_saved_whole(gpt2: Path, llama: Path, tmp_
 
 
 def test_a_bfloat16_base_is_rounded_once(llama: Path, tmp_path: Path) -> None:
-    """The sum is made in float32, not with a delta that was rounded before."""
+    """The sum is computed in float32, without rounding the delta first."""
     main([str(llama), str(tmp_path / "half"), "--to", "hf", "--dtype", "bfloat16"])
     tensors = pair(QUERY, 32, 32)
     found, base = merged(tmp_path / "half", adapter(tmp_path / "a", tensors), tmp_path)
@@ -151,7 +151,7 @@ def test_adapters_that_do_not_fit(tensors: Any, settings: Any, says: str, llama:
 
 
 def test_a_head_that_the_base_ties_is_named(gpt2: Path, tmp_path: Path) -> None:
-    """Saved whole, or changed by factors: neither is put into the embedding."""
+    """Saved in full, or changed by factors: neither changes the embedding."""
     for name, tensors in (("whole", {"lm_head.weight": drawn(96, 32)}), ("factors", pair("lm_head", 96, 32))):
         given = adapter(tmp_path / name, tensors)
         with pytest.raises(ConfigError, match="is of a head that the base model ties to its embedding: not merged"):
@@ -159,7 +159,7 @@ def test_a_head_that_the_base_ties_is_named(gpt2: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_recognized(llama: Path, tmp_path: Path) -> None:
-    """The message's fix, followed, merges it."""
+    """Following the message's fix merges it."""
     folder = adapter(tmp_path / "a", pair(QUERY, 32, 32))
     says = (
         rf"PEFT adapter \(LORA, r = 4\) of meta-llama/Llama, and no model; .*jaxdist.convert BASE MERGED --adapter "
