@@ -13,7 +13,7 @@ from rich.progress import track
 
 from jaxdist.command_line.arguments import Parser, count, user_path
 from jaxdist.command_line.plugins import add_plugins, load_named
-from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
+from jaxdist.config import ConfigError, Experiment, TrainingError
 from jaxdist.config.fitting import multiple
 from jaxdist.config.parallel import resized
 from jaxdist.convert.weights import load_weights, source_experiment
@@ -150,7 +150,7 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 2 or not tokens.size or tokens.dtype.kind not in "iu":
         found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else "several arrays"
         raise ConfigError(f"--tokens {path}: {found}; give one array of integers [B, T]")
-    if not isinstance(experiment.model, Decoder):
+    if experiment.model.input_kind == "images":
         raise ConfigError(f"--tokens {path}: model.family = {experiment.model.family} takes images; leave it out")
     if tokens.min() < 0 or tokens.max() >= experiment.model.vocab:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -262,7 +263,9 @@ def test_the_checks_see_what_they_forbid(tmp_path: Path) -> None:
         TopologicalSorter(circle).prepare()
 
 
-FAMILY_CLASSES = {"Llama", "GPT2", "Mixture", "Mixtral", "ResNet"}
+FAMILY_CLASSES = {"Llama", "GPT2", "Mixture", "Mixtral", "ResNet", "Decoder", "Rotary", "ImageModel"}
+# Fields that not all families have; `tied` is also the name of a pipeline's group of ranks.
+FAMILY_FIELDS = {name for row in FAMILIES.values() for name in row.config.model_fields} - {"family", "tied"}
 
 
 def classes_asked_for(file: Path) -> set[str]:
@@ -301,6 +304,32 @@ def test_a_question_for_a_name_is_found(tmp_path: Path) -> None:
     )
     (tmp_path / "module.py").write_text("\n".join(lines))
     assert families_compared(tmp_path / "module.py") == {"gpt2", "llama", "mixtral", "qwen3_moe"}
+
+
+def fields_asked_for(file: Path) -> set[str]:
+    """Fields of families of which a module asks whether, or with which value, a model has them."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) >= 2)
+    probes = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr")]
+    fields = {name.value for of, name, *_ in probes if isinstance(name, ast.Constant) and MODEL.search(ast.unparse(of))}
+    return fields & FAMILY_FIELDS
+
+
+MODEL = re.compile(r"(^|\.)(m|model)$")
+
+
+def test_nothing_outside_families_probes_a_model_for_a_field() -> None:
+    files = [file for package in FLOORS for file in source_files(package) if "families" not in file.parts]
+    assert {str(file): found for file in files if (found := fields_asked_for(file))} == {}
+
+
+def test_a_probe_for_a_field_is_found(tmp_path: Path) -> None:
+    lines = (
+        "a = getattr(e.model, 'experts', 0), hasattr(model, 'gelu')",
+        "b = getattr(module, 'bias'), getattr(m, name)",
+    )
+    (tmp_path / "module.py").write_text("\n".join(lines))
+    assert fields_asked_for(tmp_path / "module.py") == {"experts", "gelu"}
 
 
 def test_a_question_for_a_class_is_found(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class DecoderFootprint(Footprint):
     def attending(self, arrays: Arrays) -> Arrays:
         """`arrays` of a family with norms of queries and keys, where the model has such, and without scores where
         attention keeps none."""
-        if getattr(self.experiment.model, "qk_norm", False):
+        if self.experiment.model.qk_norm:
             arrays = {**arrays, **{w: (arrays[w][0], arrays[w][1] + 2) for w in "QK" if w in arrays}}
         return arrays if self.scores else {**arrays, "S": (0, 0)}
 

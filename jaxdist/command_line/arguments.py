@@ -18,10 +18,11 @@ from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.data import Data
 from jaxdist.config.errors import ConfigError, OtherShapes, closest, nearest
 from jaxdist.config.experiment import Experiment, as_argument, section_type
-from jaxdist.config.model import Model, Section, held_by_weights, model_differences, same_model
+from jaxdist.config.model import Model, held_by_weights, model_differences, same_model
 from jaxdist.config.names import OneOf
 from jaxdist.config.plugins import load_plugins, plugins_of
 from jaxdist.config.registry import FAMILIES, default_family
+from jaxdist.config.section import Section
 from jaxdist.formats.described import HF_CONFIG, RUN_CONFIG, Source, config_notes, folder_of, read_config, source_of
 
 SHORTCUTS = {

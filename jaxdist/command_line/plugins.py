@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.experiment import read_toml
-from jaxdist.config.model import listed
 from jaxdist.config.plugins import load_plugins, plugins_of
+from jaxdist.config.section import listed
 from jaxdist.formats.described import RUN_CONFIG
 from jaxdist.runs.checkpoints import run_of
 

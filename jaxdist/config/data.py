@@ -8,9 +8,9 @@ import pydantic
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from jaxdist.config.model import LISTED, NUMBER, Count, Fraction, Section
 from jaxdist.config.names import OneOf
 from jaxdist.config.registry import BUILT_IN, Reference, Registry, registrant
+from jaxdist.config.section import LISTED, NUMBER, Count, Fraction, Section
 
 
 def _encodable(value: str) -> str:

@@ -9,7 +9,7 @@ import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import pydantic
 import tomli_w
@@ -19,24 +19,15 @@ from pydantic.fields import FieldInfo
 from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_hint
 from jaxdist.config.data import SOURCES, Data
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, multiple, shrunk, splits, ways
-from jaxdist.config.model import (
-    LISTED,
-    Count,
-    CountOrZero,
-    Decoder,
-    ImageModel,
-    Model,
-    NotNegative,
-    Section,
-    Seed,
-)
+from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, multiple, shrunk, ways
+from jaxdist.config.model import ImageModel, Model
 from jaxdist.config.optimizer import OPTIMIZERS, Optimizer
 from jaxdist.config.parallel import Parallel, resized, written
 from jaxdist.config.plugins import Plugins, load_plugins, used
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
 from jaxdist.config.registry import FAMILIES, default_family, families_with
+from jaxdist.config.section import LISTED, Count, CountOrZero, NotNegative, Section, Seed
 from jaxdist.config.strategies import STRATEGIES
 
 
@@ -191,9 +182,9 @@ class Experiment(Section):
     def _fits(self, info: ValidationInfo) -> "Experiment":
         model, train = self.model, self.train
         self._pinned = frozenset(info.context or ())
-        if isinstance(model, ImageModel):
-            self._fits_images(model)
-        elif isinstance(model, Decoder) and self.data.sequence > model.positions:
+        if model.input_kind == "images":
+            self._fits_images(cast(ImageModel, model))
+        elif self.data.sequence > model.positions:
             longer = "" if "model.positions" in self.pinned else f", or model.positions = {self.data.sequence}"
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than model.positions = {model.positions}; "
@@ -254,15 +245,15 @@ class Experiment(Section):
 
     def check_mesh(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh does not divide what it must."""
-        if isinstance(self.model, ImageModel):
-            self._check_images(self.model, axes)
+        if self.model.input_kind == "images":
+            self._check_images(cast(ImageModel, self.model), axes)
             return
         self._check_experts(axes)
         self._check_stages(axes)
         self._check_rows(axes, "sequences")
         self.check_times(self.data.sequence, axes)
         self._check_chunks(axes)
-        for field, size, parameter, over in splits(self):
+        for field, size, parameter, over in self.model.mesh_sizes(self.parallel):
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)
                 larger, padding = grown(self, axes), "model.vocab_multiple"
@@ -282,7 +273,7 @@ class Experiment(Section):
         if train.batch % (devices * train.accumulation):
             named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
             least = devices * train.accumulation
-            images = isinstance(self.model, ImageModel)
+            images = self.model.input_kind == "images"
             batch, others = multiple(least, train.batch), {} if images else grown(self, axes)
             fix = f"use a multiple of {least}, as train.batch = {batch}{along(others, 'train.batch')}"
             if self.pinned & {"train.batch", *others}:
@@ -336,7 +327,7 @@ class Experiment(Section):
     def _check_experts(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh axis `expert` has nothing to split, or a limit needs times it has not."""
         model, n = self.model, axes["expert"]
-        if not (experts := getattr(model, "experts", 0)):
+        if not (experts := model.experts):
             if n > 1:
                 mesh = shrunk(self, {**axes, "expert": 1, "fsdp": axes["fsdp"] * n}, ["fsdp"], "dim")
                 other = "" if "model.family" in self.pinned else f", or model.family = {families_with('experts')}"

@@ -6,9 +6,9 @@ A fix for one size alone can break another: heads that the mesh divides may not 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jaxdist.config.model import Decoder, Model
+from jaxdist.config.model import Model
 from jaxdist.config.parallel import AXES, written
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 CHUNKS = {"ring": 2, "ulysses": 1}  # of times that a device of the mesh axis context has
 BATCH = ("data", "fsdp", "expert")
-SHARDS = ("fsdp", "expert", "context")
 # Sizes that change the model: a mesh is fitted to them. The others are fitted to the mesh.
 OF_MODEL = {"heads", "kv_heads", "dim", "hidden", "head_dim", "layers", "experts"}
 FIELDS = {"batch": "train.batch", "sequence": "data.sequence"}  # all other sizes are fields of the model
@@ -83,7 +82,7 @@ def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
     batch = "fsdp" if e.parallel.row.optimizer else "data"
     ways = math.prod(axes[axis] for axis in (batch, *away))
     full_mesh = {**axes, **dict.fromkeys(away, 1), batch: ways}
-    mesh = shrunk(e, full_mesh, [batch], "dim") if isinstance(e.model, Decoder) else full_mesh
+    mesh = shrunk(e, full_mesh, [batch], "dim") if e.model.heads else full_mesh
     return f"--mesh {written(mesh)}{along(grown(e, mesh))}"
 
 
@@ -115,7 +114,6 @@ def field(name: str) -> str:
 def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
     """Sizes that the mesh divides, and into how many parts."""
     m, parallel = e.model, e.parallel
-    assert isinstance(m, Decoder)
 
     def of(*over: str) -> int:
         return math.prod(axes[axis] for axis in over)
@@ -127,9 +125,9 @@ def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
         yield ("sequence",), of("context", "tensor")
     if axes["pipeline"] > 1:
         yield ("layers",), axes["pipeline"] * parallel.virtual_stages
-    if getattr(m, "experts", 0):
+    if m.experts:
         yield ("experts",), axes["expert"]
-    for name, size, _, over in splits(e):
+    for name, size, _, over in m.mesh_sizes(parallel):
         if name == "vocab":
             if size % of(*over):
                 yield ("vocab_multiple",), math.lcm(of(*over), m.vocab_multiple)
@@ -144,43 +142,28 @@ def own_heads(model: Model) -> bool:
     return "head_dim" in type(model).model_fields
 
 
-def splits(e: "Experiment") -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
-    """Each size of a decoder that mesh axes split: its field (or product of fields), the size, a parameter with that
-    dimension, and the axes."""
-    m: Any = e.model
-    attention, mlp = "layers.attention", "layers.mlp"
-    heads = ("tensor", "context") if e.parallel.context == "ulysses" else ("tensor",)
-    yield "heads", m.heads, f"{attention}.q_proj", heads
-    sizes = _sizes(e)
-    kv_heads, head_dim = sizes["kv_heads"], sizes["head_dim"]
-    yield "kv_heads", kv_heads, f"{attention}.k_proj", heads
-    up_proj = f"{mlp}.experts.up_proj" if getattr(m, "experts", 0) else f"{mlp}.up_proj"
-    yield "hidden", m.hidden, up_proj, ("tensor",)
-    yield "vocab", m.vocab_rows, "embed", ("tensor",)
-    if not e.parallel.row.optimizer:
-        return
-    yield "dim", m.dim, "embed", SHARDS
-    if getattr(m, "qkv_bias", False):  # a vector is split along the one dimension that it has
-        yield "heads × head_dim", m.heads * head_dim, f"{attention}.q_proj.bias", ("tensor", *SHARDS)
-        yield "kv_heads × head_dim", kv_heads * head_dim, f"{attention}.k_proj.bias", ("tensor", *SHARDS)
-    if getattr(m, "mlp_bias", False):
-        yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", *SHARDS)
-    if getattr(m, "qk_norm", False):
-        yield "head_dim", head_dim, f"{attention}.q_norm.scale", SHARDS
-
-
 def multiple(of: int, number: int) -> int:
     """The least multiple of `of` that is not below `number`."""
     return math.ceil(number / of) * of
 
 
 def _sizes(e: "Experiment") -> dict[str, int]:
-    m: Any = e.model
-    names = ("layers", "heads", "dim", "hidden", "experts", "vocab_multiple", "positions")
-    found = {name: getattr(m, name, 1) for name in names}
-    found["kv_heads"] = getattr(m, "kv_heads", found["heads"])
-    found["head_dim"] = getattr(m, "head_dim", found["dim"] // found["heads"])
-    return found | {"batch": e.train.batch, "sequence": e.data.sequence}
+    m = e.model
+    own = {size.name: size.value for size in m.mesh_sizes(e.parallel)}  # also those that no other family has
+    return {
+        "layers": m.layers,
+        "heads": m.heads,
+        "dim": m.dim,
+        "hidden": m.hidden,
+        "experts": m.experts,
+        "vocab_multiple": m.vocab_multiple,
+        "positions": m.positions,
+        "kv_heads": m.kv_heads,
+        "head_dim": m.head_dim,
+        **own,
+        "batch": e.train.batch,
+        "sequence": e.data.sequence,
+    }
 
 
 def _grow(sizes: dict[str, int], name: str, of: int) -> None:

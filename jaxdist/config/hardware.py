@@ -12,8 +12,8 @@ from pydantic import Field
 
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.experiment import read_toml
-from jaxdist.config.model import Count, NotNegative, Positive, Section
 from jaxdist.config.precision import Dtype
+from jaxdist.config.section import Count, NotNegative, Positive, Section
 
 FILE = Path(__file__).with_suffix(".toml")
 USABLE = 0.95  # of a device's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 has it

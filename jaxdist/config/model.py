@@ -1,73 +1,32 @@
-"""The model section of an experiment, one class per family, and the kinds of numbers that all sections are made of."""
+"""The model section of an experiment, one class per family."""
 
-import ast
-import inspect
 import math
 import re
-import textwrap
-from collections.abc import Iterable, Mapping
-from functools import cache
-from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-import pydantic
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from jaxdist.config.errors import ConfigError, OtherShapes
+from jaxdist.config.section import NUMBER, Count, CountOrZero, Positive, Section, fallback
 
+if TYPE_CHECKING:
+    from jaxdist.config.parallel import Parallel
 
-def _number(value: Any) -> Any:
-    """Python counts true and false among the integers; a config does not."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("number", "must be a number, not true or false")
-    return value
-
-
-NUMBER = pydantic.BeforeValidator(_number)
-Count = Annotated[int, NUMBER, Field(ge=1, lt=2**31)]  # steps are counted in int32
-CountOrZero = Annotated[int, NUMBER, Field(ge=0, lt=2**31)]
-Seed = Annotated[int, NUMBER, Field(ge=0, lt=2**32)]
-Fraction = Annotated[float, NUMBER, Field(ge=0, lt=1)]
-Share = Annotated[float, NUMBER, Field(ge=0, le=1)]
-Positive = Annotated[float, NUMBER, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, NUMBER, Field(ge=0, allow_inf_nan=False)]
-
+SHARDS = ("fsdp", "expert", "context")  # mesh axes over which parameters are sharded
 # Far above any model: the tensors of each layer are looked for by name.
 MOST_LAYERS = 10_000
 
 
-class Section(pydantic.BaseModel):
-    """A frozen table of fields; a key that it lacks is an error. A field's docstring is its help."""
+class Size(NamedTuple):
+    """A size of a model that mesh axes divide."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-    @classmethod
-    @cache
-    def docstrings(cls) -> dict[str, str]:
-        """Docstrings of the fields, inherited ones too, from the source. Pydantic would read it at every start."""
-        found: dict[str, str] = {}
-        for table in (table for table in reversed(cls.__mro__) if issubclass(table, Section)):
-            try:
-                source = inspect.getsource(table)
-            except (OSError, TypeError):  # where modules are installed without it
-                continue
-            (definition,) = ast.parse(textwrap.dedent(source)).body
-            assert isinstance(definition, ast.ClassDef)
-            for pair in pairwise(definition.body):
-                match pair:
-                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                        found[name] = inspect.cleandoc(text)
-        return found
-
-
-def listed(value: Any) -> Any:
-    """The parts of a text with commas between; any other value itself."""
-    return [part for part in value.replace(" ", "").split(",") if part] if isinstance(value, str) else value
-
-
-LISTED = pydantic.BeforeValidator(listed)
-Counts = Annotated[tuple[Count, ...], LISTED]
+    name: str
+    """Its field, or fields as `heads × head_dim`."""
+    value: int
+    parameter: str
+    """A parameter with a dimension of this size."""
+    axes: tuple[str, ...]
 
 
 class Model(Section):
@@ -91,13 +50,94 @@ class Model(Section):
         def vocab(self) -> int: ...
         @property
         def tied(self) -> bool: ...
-        @property
-        def head_dim(self) -> int: ...
+
+    @fallback
+    def heads(self) -> int:
+        """Query heads, H; 0: no attention."""
+        return 0
+
+    @fallback
+    def kv_heads(self) -> int:
+        """Key and value heads, K."""
+        return self.heads
+
+    @fallback
+    def head_dim(self) -> int:
+        """Width of one head; 0: no attention."""
+        return self.dim // self.heads if self.heads else 0
+
+    @fallback
+    def hidden(self) -> int:
+        """Width of the MLP, F; 0: none."""
+        return 0
+
+    @fallback
+    def window(self) -> int:
+        """Sliding attention window in tokens; 0: none."""
+        return 0
+
+    @fallback
+    def positions(self) -> int:
+        """Longest sequence in tokens; 0 for models of images."""
+        return 0
+
+    @fallback
+    def qkv_bias(self) -> bool:
+        """Whether query, key and value projections have biases."""
+        return False
+
+    @fallback
+    def mlp_bias(self) -> bool:
+        """Whether the MLP has biases."""
+        return False
+
+    @fallback
+    def qk_norm(self) -> bool:
+        """Whether query and key heads are normalized."""
+        return False
+
+    @fallback
+    def gelu(self) -> str:
+        """Variant of GELU, `tanh` or `exact`; empty: the model has no such choice."""
+        return ""
+
+    @fallback
+    def experts(self) -> int:
+        """Experts of each block, E; 0: none."""
+        return 0
+
+    @fallback
+    def capacity(self) -> float:
+        """Most tokens of an expert, in multiples of its even share; 0: no limit."""
+        return 0.0
+
+    @fallback
+    def balance(self) -> float:
+        """Weight of a load-balance loss over each microbatch; 0: none."""
+        return 0.0
+
+    @fallback
+    def vocab_multiple(self) -> int:
+        """Number of which the rows of the embedding and the output head are a multiple."""
+        return 1
 
     @property
     def vocab_rows(self) -> int:
         """Rows of the output head."""
         return self.vocab
+
+    @property
+    def vocabulary(self) -> tuple[int, int] | None:
+        """Tokens, and rows of the embedding; None for models of images."""
+        return None
+
+    def without_padding(self) -> Self:
+        """The model, its vocabulary without padding."""
+        return self
+
+    def mesh_sizes(self, parallel: "Parallel") -> Iterator[Size]:
+        """Sizes that mesh axes divide; batch, sequences and layers apart."""
+        yield from ()
 
     @property
     def mixes_rows(self) -> bool:
@@ -151,6 +191,33 @@ class Decoder(Model):
     def vocab_rows(self) -> int:
         """Rows of the embedding and the output head: V, padded to a multiple of vocab_multiple."""
         return math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def vocabulary(self) -> tuple[int, int] | None:
+        return self.vocab, self.vocab_rows
+
+    def without_padding(self) -> Self:
+        return self.model_copy(update={"vocab_multiple": 1})
+
+    def mesh_sizes(self, parallel: "Parallel") -> Iterator[Size]:
+        attention, mlp = "layers.attention", "layers.mlp"
+        heads = ("tensor", "context") if parallel.context == "ulysses" else ("tensor",)
+        yield Size("heads", self.heads, f"{attention}.q_proj", heads)
+        yield Size("kv_heads", self.kv_heads, f"{attention}.k_proj", heads)
+        up_proj = f"{mlp}.experts.up_proj" if self.experts else f"{mlp}.up_proj"
+        yield Size("hidden", self.hidden, up_proj, ("tensor",))
+        yield Size("vocab", self.vocab_rows, "embed", ("tensor",))
+        if not parallel.row.optimizer:
+            return
+        yield Size("dim", self.dim, "embed", SHARDS)
+        vector = ("tensor", *SHARDS)  # split along the one dimension that it has
+        if self.qkv_bias:
+            yield Size("heads × head_dim", self.heads * self.head_dim, f"{attention}.q_proj.bias", vector)
+            yield Size("kv_heads × head_dim", self.kv_heads * self.head_dim, f"{attention}.k_proj.bias", vector)
+        if self.mlp_bias:
+            yield Size("hidden", self.hidden, f"{mlp}.up_proj.bias", vector)
+        if self.qk_norm:
+            yield Size("head_dim", self.head_dim, f"{attention}.q_norm.scale", SHARDS)
 
     def describe(self) -> str:
         return f"{self.layers} layers, D {self.dim}, H {self.heads}, F {self.hidden}, V {self.vocab}"
@@ -225,7 +292,6 @@ class ImageModel(Model):
     input_kind: ClassVar[Literal["tokens", "images"]] = "images"
     free: ClassVar[frozenset[str]] = Model.free | {"image"}
     tied: ClassVar[bool] = False
-    head_dim: ClassVar[int] = 0
 
     channels: Count = 3
     """Channels of an image: 3 for colours, 1 for grey."""

@@ -9,9 +9,9 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.model import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
 from jaxdist.config.names import OneOf
 from jaxdist.config.registry import BUILT_IN, Reference, Registry, registrant
+from jaxdist.config.section import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
 
 
 class ParamRole(NamedTuple):

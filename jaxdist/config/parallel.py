@@ -9,8 +9,8 @@ from pydantic import model_validator
 
 from jaxdist.config.aliases import AXIS_NAMES, plain
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.model import Count, NotNegative, Section
 from jaxdist.config.names import OneOf
+from jaxdist.config.section import Count, NotNegative, Section
 from jaxdist.config.strategies import STRATEGIES, Strategy
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")

@@ -18,8 +18,8 @@ import pydantic
 
 from jaxdist.config import registry
 from jaxdist.config.errors import ConfigError, TrainingError
-from jaxdist.config.model import listed
 from jaxdist.config.registry import SCRIPTS, Owner, Registry, resolve, within
+from jaxdist.config.section import listed
 
 Found = TypeVar("Found")
 SHOWN = 4  # lines of a plugin's code on the way to an error

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
-from jaxdist.config.model import NUMBER, Count, NotNegative, Section
+from jaxdist.config.section import NUMBER, Count, NotNegative, Section
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 

@@ -33,8 +33,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.model import Counts, Section
 from jaxdist.config.optimizer import state_kinds
+from jaxdist.config.section import Counts, Section
 
 LOGITS = "logits"
 

@@ -6,11 +6,11 @@ import pytest
 from jaxdist import Family, register_family
 from jaxdist.config import ConfigError, Decoder, Experiment, registry
 from jaxdist.config.data import DataSource
-from jaxdist.config.fitting import splits
-from jaxdist.config.model import Count, model_differences
+from jaxdist.config.model import model_differences
 from jaxdist.config.optimizer import UpdateRule
 from jaxdist.config.plugins import function, named, optional
 from jaxdist.config.registry import BUILT_IN, FAMILIES, Owner, Registry, default_family, resolve
+from jaxdist.config.section import Count
 from jaxdist.families.gpt2.config import GPT2
 from jaxdist.families.llama.config import Llama
 
@@ -109,7 +109,7 @@ class Bare(Decoder):
 
 def test_a_decoder_without_fields_of_its_own_fits_a_mesh() -> None:
     experiment = Experiment().model_copy(update={"model": Bare()})
-    sizes = {name: size for name, size, *_ in splits(experiment)}
+    sizes = {name: size for name, size, *_ in Bare().mesh_sizes(experiment.parallel)}
     assert sizes == {"heads": 8, "kv_heads": 8, "hidden": 384, "vocab": 256, "dim": 128}
     experiment.check_mesh(experiment.parallel.axes() | {"fsdp": 2, "tensor": 4})
     with pytest.raises(ConfigError, match=r"model.heads = 8 cannot be divided over the mesh axis tensor = 3"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from jaxdist.config import EMA, ConfigError, Decoder, Experiment, same_model
+from jaxdist.config import EMA, ConfigError, Experiment, same_model
 from jaxdist.convert.entries import entries, kept
 from jaxdist.convert.mappings.atoms import Entry
 from jaxdist.formats.headers import Header
@@ -200,10 +200,9 @@ def agreed(source: str, found: Experiment | None, wanted: Experiment | None) -> 
     of the source, which `vocabulary.resized` makes the wanted one. Raises ConfigError."""
     if wanted and found:
         same_model(wanted.model, found.model, source)
-    if wanted and isinstance(wanted.model, Decoder):  # what others write is not padded
-        there = found.model if found and isinstance(found.model, Decoder) else None
-        vocabulary = (there.vocab, there.vocab_multiple) if there else (wanted.model.vocab, 1)
-        return with_vocabulary(wanted, *vocabulary)
+    if wanted and wanted.model.vocabulary:
+        there = found.model if found else wanted.model.without_padding()  # what others write is not padded
+        return with_vocabulary(wanted, there.vocab, there.vocab_multiple)
     if experiment := wanted or found:
         return experiment
     raise ConfigError(f"{source} does not say what model it is; give --model, a TOML file or a shipped config")

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import ConfigError, Decoder, Experiment, Model, TrainingError
+from jaxdist.config import ConfigError, Experiment, Model, TrainingError
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.stream import Conversion, Resharder
 from jaxdist.formats.dcp_index import INDEX
@@ -205,7 +205,7 @@ def apart(here: np.ndarray, there: np.ndarray, each: bool = False) -> float:
 
 def shared(models: Sequence[Model]) -> int | None:
     """Number of tokens that all of the models have, as new ones may have been added; None for image models."""
-    return min((model.vocab for model in models if isinstance(model, Decoder)), default=None)
+    return min((model.vocab for model in models if model.vocabulary), default=None)
 
 
 def probe(*models: Model) -> np.ndarray:

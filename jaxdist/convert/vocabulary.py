@@ -4,32 +4,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxdist.config import EMA, Decoder, Model
+from jaxdist.config import EMA, Model
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of, with_vocabulary
 from jaxdist.runs.display import say
 
 MEANS = (PARAMETERS, EMA)  # groups whose new rows are the mean of the others; of moments they are zero
 
 
-def vocabulary_of(model: Model) -> tuple[int, int] | None:
-    """Tokens and rows of the vocabulary; None for a model of images."""
-    return (model.vocab, model.vocab_rows) if isinstance(model, Decoder) else None
-
-
 def exported(content: Content) -> Content:
     """Without padding, as others expect it."""
-    model = content.experiment.model
-    return resized(content, model.model_copy(update={"vocab_multiple": 1})) if isinstance(model, Decoder) else content
+    return resized(content, content.experiment.model.without_padding())
 
 
 def resized(content: Content, model: Model) -> Content:
     """`content` with the vocabulary of `model`, which is otherwise the same: new tokens and padding are the mean of the
     tokens that there are, and have no moments yet."""
     own = content.experiment.model
-    if not isinstance(own, Decoder) or not isinstance(model, Decoder):
+    if not own.vocabulary or not model.vocabulary:
         return content
     experiment = with_vocabulary(content.experiment, model.vocab, model.vocab_multiple)
-    if vocabulary_of(own) == vocabulary_of(model):
+    if own.vocabulary == model.vocabulary:
         return replace(content, experiment=experiment)
     if (new := model.vocab - own.vocab) > 0:
         say(f"model.vocab = {model.vocab}: {new} new tokens begin as the mean of the {own.vocab} that there are")
@@ -44,7 +38,6 @@ def resized(content: Content, model: Model) -> Content:
 def _axes(content: Content) -> dict[str, dict[str, int]]:
     """Group -> tensor -> which of its axes is the vocabulary, of tensors that have it: the one that grows with it."""
     model = content.experiment.model
-    assert isinstance(model, Decoder)
     larger = with_vocabulary(content.experiment, model.vocab + model.vocab_multiple, model.vocab_multiple)
     found: dict[str, dict[str, int]] = {}
     for group, leaves in content.groups.items():
@@ -55,7 +48,7 @@ def _axes(content: Content) -> dict[str, dict[str, int]]:
     return found
 
 
-def _resized(leaf: Leaf, axis: int, sizes: tuple[int, Decoder], mean: bool) -> Leaf:
+def _resized(leaf: Leaf, axis: int, sizes: tuple[int, Model], mean: bool) -> Leaf:
     """A tensor with tokens along `axis`: their number in `sizes`, and rows as the model needs."""
     tokens, model = sizes
     shape = (*leaf.shape[:axis], model.vocab_rows, *leaf.shape[axis + 1 :])

@@ -13,7 +13,7 @@ from jaxdist.convert.kinds.found import content_of
 from jaxdist.convert.kinds.reader import READER
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.vocabulary import resized, vocabulary_of
+from jaxdist.convert.vocabulary import resized
 from jaxdist.formats.finite import of_start
 from jaxdist.formats.opening import companions_by, described_by, opened
 from jaxdist.formats.orbax import is_checkpoint, read_experiment
@@ -57,7 +57,7 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     """
     abstract, model = program.abstract.parameters, program.experiment.model
     found = read_experiment(path) if is_checkpoint(path) else None
-    if found and not ema and vocabulary_of(found.model) == vocabulary_of(model):
+    if found and not ema and found.model.vocabulary == model.vocabulary:
         same_model(model, found.model, str(path))
         weights = orbax_io.restore(path, parameters=abstract).parameters
         check_start(program, path, weights, found.precision.parameters)

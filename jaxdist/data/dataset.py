@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,8 @@ def open_files(data: Data, model: Model) -> "Dataset":
     Python standard library's own source, about 12 MB, which differs between Python versions: `Dataset.fingerprint`
     tells them apart, and a run that has recorded one in data.fingerprint is not continued on other data.
     """
-    if isinstance(model, ImageModel):
-        return Labelled(data, open_pictures(data, model))
+    if model.input_kind == "images":
+        return Labelled(data, open_pictures(data, cast(ImageModel, model)))
     return Sequences(data, open_stream(data, model.vocab))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import Decoder, Experiment, Model
+from jaxdist.config import Experiment, Model
 from jaxdist.formats import nanogpt
 from jaxdist.formats.folders import CONFIG
 from jaxdist.formats.hf import experiment_for, read_model
@@ -62,5 +62,5 @@ def with_tokens(model: Model, naming: str, names: Mapping[str, str], tensors: Ma
     `recognized` has them."""
     first = tensors.get(names.get(embedding(naming, model), ""))
     rows = first.shape[0] if first and first.shape else 0
-    fewer = isinstance(model, Decoder) and 0 < rows < model.vocab
+    fewer = model.vocabulary and 0 < rows < model.vocab
     return model.model_copy(update={"vocab": rows, "vocab_multiple": 1}) if fewer else model

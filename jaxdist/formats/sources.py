@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import ConfigError, Decoder, Experiment, Model
+from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.config.bounded import read_json
 from jaxdist.config.plugins import function
 from jaxdist.config.registry import BUILT_IN
@@ -122,7 +122,7 @@ class Found:
         """The model of the weights: the source's, else the wanted one, without padding. Raises ConfigError."""
         if self.experiment:
             return self.experiment.model
-        plain = wanted.model_copy(update={"vocab_multiple": 1}) if isinstance(wanted, Decoder) else wanted
+        plain = wanted.without_padding()
         return models.fitted(str(self.path), plain, self.leaves) if self.rows else plain
 
 

@@ -113,6 +113,6 @@ class Capped:
 
 def dispatch(model: Model) -> Dispatch:
     """Expert exchange of a model: Capped if it has a capacity, else Dropless."""
-    if getattr(model, "capacity", 0):
+    if model.capacity:
         return Capped(cast(Limited, model))
-    return Dropless(getattr(model, "experts", 0))
+    return Dropless(model.experts)

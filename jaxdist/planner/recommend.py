@@ -39,18 +39,14 @@ def meshes(e: Experiment, devices: int, hardware: Hardware) -> Iterator[Shape]:
     Tensor stays within the fast links, as it waits for each of its sums; stages divide the layers; sequences are split
     where they are LONG; what is left is shared by `fsdp` and its replicas `data`.
     """
-    m: Any = e.model
+    m = e.model
     if m.input_kind == "images":  # rows of the batch alone are split
         tensors, stages, contexts, experts = [1], [1], [1], [1]
     else:
-        tensors = [
-            t
-            for t in divisors(getattr(m, "kv_heads", m.heads))
-            if devices % t == 0 and min(devices, hardware.group) % t == 0
-        ]
+        tensors = [t for t in divisors(m.kv_heads) if devices % t == 0 and min(devices, hardware.group) % t == 0]
         stages = [p for p in divisors(m.layers) if p <= 16 and devices % p == 0]
         contexts = [c for c in (1, 2, 4, 8, 16) if devices % c == 0 and (c == 1 or e.data.sequence >= LONG)]
-        experts = [x for x in divisors(getattr(m, "experts", 1)) if devices % x == 0]
+        experts = [x for x in divisors(m.experts or 1) if devices % x == 0]
     for tensor, pipeline, context, expert in product(tensors, stages, contexts, experts):
         rest, left = divmod(devices, tensor * pipeline * context * expert)
         if left or not rest:

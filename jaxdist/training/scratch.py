@@ -30,7 +30,7 @@ def scratch(experiment: Experiment) -> float:
         gradients += math.prod(spec.local_shape(mesh, row.gradients))
         stacked, *_, out = spec.local_shape(mesh, sharded=False)
         results += kept * stacked * out if "layers" in spec.axes else out
-    scores = e.model.layers * getattr(e.model, "heads", 0) * e.data.sequence
+    scores = e.model.layers * e.model.heads * e.data.sequence
     results += kept * scores / (mesh["pipeline"] * mesh["tensor"] * mesh["context"])
     copies = 1 + (e.train.accumulation > 1)  # those of a microbatch, and their sum
     return ITEMSIZE["float32"] * (copies * gradients + 1.5 * tokens_of(e, mesh) * results)

@@ -63,7 +63,7 @@ class TorchFootprint(DecoderFootprint):
     @property
     def windowed(self) -> bool:
         """Whether attention has a window, for which `torch_ref` asks no kernel of torch's."""
-        return bool(getattr(self.experiment.model, "window", 0))
+        return bool(self.experiment.model.window)
 
     @property
     def scores(self) -> bool:

@@ -91,7 +91,7 @@ def other_models(model: Model) -> Iterator[tuple[str, Model]]:
     """The model with another value of one field, by name and value."""
     for field, values in OTHERS.items():
         for value in values:
-            if hasattr(model, field) and getattr(model, field) != value:
+            if field in type(model).model_fields and getattr(model, field) != value:
                 yield f"model.{field} = {value}", model.model_copy(update={field: value})
 
 

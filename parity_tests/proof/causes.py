@@ -161,7 +161,7 @@ def gradients(e: Evidence) -> Seen:
     parts = e.ours.experiment.train.accumulation
     several = f", the sum over {parts} microbatches and its dtype" if parts > 1 else ""
     carried = "; step 1 agrees, so gradients of the step before may not have been set to zero" if step == 2 else ""
-    tied = getattr(e.ours.experiment.model, "tied", False)
+    tied = e.ours.experiment.model.tied
     apart = ", a head that does not share the embedding's weights (model.tied = true)" if tied else ""
     return step, f"{how}: backward pass{several}{apart}, a loss that is added, or the norm itself{carried}"
 

@@ -130,7 +130,7 @@ class Proof:
         reordered = self.noisy and self.reference in REFERENCES and self.other_sums is not None
         alone = self.reference not in REFERENCES and self.experiment.precision.compute == "float32"
         hidden = {kind for kind in OTHERS if not alone or (kind == "eps" and not self.experiment.optimizer.has_eps)}
-        if not alone or not hasattr(self.experiment.model, "gelu"):
+        if not alone or not self.experiment.model.gelu:
             hidden.add("gelu")
         left_out = {*(() if reordered else ("reordered",)), *hidden}
         return [kind for kind in KINDS if kind not in left_out]
@@ -141,7 +141,7 @@ class Proof:
         train, model = self.experiment.train, self.experiment.model
         if math.prod(self.experiment.parallel.axes().values()) > 1:
             return {}  # it is the mesh that sums otherwise
-        if model.input_kind == "images" or getattr(model, "balance", None):
+        if model.input_kind == "images" or model.balance:
             return None  # other microbatches would be normalized, or balanced, otherwise
         if train.accumulation > 1:
             return {"accumulation": 1}
@@ -307,7 +307,7 @@ class Proof:
     @property
     def named_gelu(self) -> str:
         """Its field and value."""
-        return f"model.gelu = {GELU[getattr(self.experiment.model, 'gelu')]}"  # noqa: B009
+        return f"model.gelu = {GELU[self.experiment.model.gelu]}"
 
     @property
     def double(self) -> tuple[Run, Run]:

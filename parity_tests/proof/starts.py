@@ -31,6 +31,6 @@ def of_another_model(start: Path, folder: Path, field: str) -> Path:
     `field` says, to `folder` unless it is there, and returns it."""
     if not folder.exists():
         model, parameters = read_hf(start)
-        value = model.norm_eps / 10 if field == "norm_eps" else GELU[getattr(model, "gelu")]  # noqa: B009
+        value = model.norm_eps / 10 if field == "norm_eps" else GELU[model.gelu]
         write_hf(folder, model.model_copy(update={field: value}), parameters)
     return folder

@@ -108,7 +108,7 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
             f"--precision {precision.policy} under --strategy ddp would be autocast's, not the policy's; use "
             "--strategy fsdp"
         )
-    if capacity := getattr(experiment.model, "capacity", 0):
+    if capacity := experiment.model.capacity:
         raise ConfigError(
             f"model.capacity = {capacity}: transformers leaves out no token; use model.capacity = 0, or --against torch"
         )
@@ -274,7 +274,7 @@ class Trainer:
         parts, count = e.train.accumulation, (batch.targets != IGNORED).sum()
         dist.all_reduce(count)
         total = torch.zeros((), dtype=torch.float64, device=count.device)
-        asked = {"output_router_logits": True} if getattr(e.model, "balance", 0) else {}
+        asked = {"output_router_logits": True} if e.model.balance else {}
         for i, (tokens, targets) in enumerate(zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)):
             with summing(self.model, e.parallel, last=i == parts - 1):
                 found = self.model(tokens, **asked)

@@ -195,7 +195,7 @@ def read_by_torch(folder: Path) -> None:
 
 def read_config(folder: Path) -> None:
     model = read_model(folder)
-    assert model.layers * getattr(model, "experts", 1) < 1_000_000, "the tensors of each layer are looked for by name"
+    assert model.layers * (model.experts or 1) < 1_000_000, "the tensors of each layer are looked for by name"
     assert model.input_kind == "tokens" or model.layers < 10_000, "the blocks are built one by one"
     hf.read_content(folder)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from jaxdist.config import Decoder, Model, same_model
+from jaxdist.config import Model, same_model
 from jaxdist.formats.finite import BadValues
 from jaxdist.formats.headers import Header
 from jaxdist.formats.opening import companions_by, described_by
@@ -83,9 +83,7 @@ class Weights:
 
 def _without_padding(model: Model, wanted: Model) -> int | None:
     """Number of the vocabulary's rows to read; None for all, where both models have the same, padding too."""
-    if not (isinstance(model, Decoder) and isinstance(wanted, Decoder)):
-        return None
-    return None if (model.vocab, model.vocab_rows) == (wanted.vocab, wanted.vocab_rows) else model.vocab
+    return None if model.vocabulary == wanted.vocabulary else model.vocab
 
 
 describe = partial(described_by, READER)

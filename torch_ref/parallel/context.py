@@ -99,6 +99,6 @@ def rings(experiment: Experiment, device: str) -> bool:
     """Whether torch has a ring for a config: of fused attention in 16 bits on GPUs, without a window, of heads that its
     kernels take as they are."""
     e = experiment
-    narrow, size = e.precision.compute in ("bfloat16", "float16"), getattr(e.model, "head_dim", 0)
-    fused = narrow and 0 < size <= 256 and size % 8 == 0 and not getattr(e.model, "window", 0)
+    narrow, size = e.precision.compute in ("bfloat16", "float16"), e.model.head_dim
+    fused = narrow and 0 < size <= 256 and size % 8 == 0 and not e.model.window
     return device == "cuda" and fused and e.parallel.context == "ring"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from jaxdist.config import Decoder, Experiment, Model, same_model
+from jaxdist.config import Experiment, Model, same_model
 from jaxdist.config.bounded import read_json
 from jaxdist.formats.dcp_index import EXPERIMENT, read_index
 from jaxdist.formats.opening import opened
@@ -110,15 +110,12 @@ def load_weights(path: Path, model: nn.Module, config: Model, theirs: Model) -> 
     """The weights of a checkpoint of torch_ref, whose model is `theirs`. Where its vocabulary is smaller or padded
     otherwise, every rank reads all rows, and keeps those of tokens. Raises ConfigError."""
     named, other = dict(model_tensors(model)), dict[str, Tensor]()
-    if isinstance(theirs, Decoder) and isinstance(config, Decoder):
-        here, there = ((m.vocab, m.vocab_rows) for m in (config, theirs))
-        for name in VOCABULARY if here != there else ():
-            if name in named:
-                own = local(named[name])
-                other[name] = own.new_empty(theirs.vocab_rows, named[name].shape[1])
+    for name in VOCABULARY if config.vocabulary != theirs.vocabulary else ():
+        if name in named:
+            own = local(named[name])
+            other[name] = own.new_empty(theirs.vocab_rows, named[name].shape[1])
     load(path, {"model": named | other})
     for name, tensor in other.items():
-        assert isinstance(theirs, Decoder)
         local(named[name]).copy_(extended(tensor[: theirs.vocab], named[name].shape)[place(named[name])])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import ConfigError, Decoder, Model
+from jaxdist.config import ConfigError, Model
 from jaxdist.formats.leaves import Leaf
 
 WHOLE = ".qkv_linear.wqkv."
@@ -46,8 +46,8 @@ def _renamed(step: Any, part: str) -> Any:
 
 def _cut(what: str, whole: Leaf, heads: tuple[int, int | None], model: Model) -> Leaf:
     """The rows of these heads of each group."""
-    groups = getattr(model, "kv_heads", 0)
-    each = model.heads // groups + 2 if isinstance(model, Decoder) and groups else 0
+    groups = model.kv_heads
+    each = model.heads // groups + 2 if groups else 0
     rows, rest = whole.shape[0], whole.shape[1:]
     if not each or rows % (groups * each):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The model section of GPT-2 and nanoGPT."""
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -20,7 +20,6 @@ class GPT2(Decoder):
     by the error function, as nanoGPT and torch's default do."""
     bias: bool = True
     """Biases of every projection and LayerNorm; false: none of them has one (nanoGPT's bias=False)."""
-    qk_norm: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _heads(self) -> "GPT2":
@@ -34,17 +33,9 @@ class GPT2(Decoder):
         return self
 
     @property
-    def kv_heads(self) -> int:
-        return self.heads
-
-    @property
     def qkv_bias(self) -> bool:
         return self.bias
 
     @property
     def mlp_bias(self) -> bool:
         return self.bias
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads

@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from jaxdist.config.model import Count, NotNegative, Rotary
+from jaxdist.config.model import Rotary
+from jaxdist.config.section import Count, NotNegative
 
 # Far above any model: the tensors of each expert are looked for by name.
 MOST_EXPERTS = 10_000
@@ -32,7 +33,6 @@ class Mixture(Rotary):
     capacity: NotNegative = 0.0
     """Tokens of a sequence that an expert takes at most, in multiples of its even share of them, top_k · T / E, T being
     the tokens before the padding; those that come later in time go without it. 0: all are taken."""
-    mlp_bias: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _chosen(self) -> "Mixture":

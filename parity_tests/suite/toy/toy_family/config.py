@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from jaxdist.config.model import Count, Rotary
+from jaxdist.config.model import Rotary
+from jaxdist.config.section import Count
 
 
 class Wide(Rotary):
