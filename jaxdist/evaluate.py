@@ -14,6 +14,7 @@ from rich.progress import track
 from jaxdist.command_line.arguments import Parser, count, user_path
 from jaxdist.command_line.plugins import add_plugins, load_named
 from jaxdist.config import ConfigError, Experiment, TrainingError
+from jaxdist.config.checks import check_times
 from jaxdist.config.fitting import multiple
 from jaxdist.config.parallel import resized
 from jaxdist.convert.weights import load_weights, source_experiment
@@ -162,7 +163,7 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
             f"--tokens {path}: {tokens.shape[1]} tokens a row are more than model.positions = "
             f"{experiment.model.positions}; give at most {experiment.model.positions}"
         )
-    experiment.check_times(tokens.shape[1], axes_of(program.mesh), f"--tokens {path}: tokens a row")
+    check_times(experiment, axes_of(program.mesh), tokens.shape[1], f"--tokens {path}: tokens a row")
     axes = axes_of(program.mesh)
     ways = math.prod(axes[axis] for axis in BATCH)
     if (rows := tokens.shape[0]) % ways:

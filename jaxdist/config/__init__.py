@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jaxdist.config.data import Data
+from jaxdist.config.decoder import Decoder, Rotary
 from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import (
     ConfigError,
@@ -25,7 +26,7 @@ from jaxdist.config.experiment import (
     Metrics,
     Train,
 )
-from jaxdist.config.model import Decoder, Model, Rotary, check_shapes, same_model
+from jaxdist.config.model import Model, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, Optimizer, state_kinds
 from jaxdist.config.parallel import AXES, Parallel
 from jaxdist.config.precision import POLICIES, Precision

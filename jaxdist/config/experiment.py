@@ -9,7 +9,7 @@ import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import pydantic
 import tomli_w
@@ -19,14 +19,14 @@ from pydantic.fields import FieldInfo
 from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_hint
 from jaxdist.config.data import SOURCES, Data
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, multiple, shrunk, ways
-from jaxdist.config.model import ImageModel, Model
+from jaxdist.config.fitting import multiple
+from jaxdist.config.model import Model
 from jaxdist.config.optimizer import OPTIMIZERS, Optimizer
-from jaxdist.config.parallel import Parallel, resized, written
+from jaxdist.config.parallel import Parallel
 from jaxdist.config.plugins import Plugins, load_plugins, used
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
-from jaxdist.config.registry import FAMILIES, default_family, families_with
+from jaxdist.config.registry import FAMILIES, default_family
 from jaxdist.config.section import LISTED, Count, CountOrZero, NotNegative, Section, Seed
 from jaxdist.config.strategies import STRATEGIES
 
@@ -182,14 +182,7 @@ class Experiment(Section):
     def _fits(self, info: ValidationInfo) -> "Experiment":
         model, train = self.model, self.train
         self._pinned = frozenset(info.context or ())
-        if model.input_kind == "images":
-            self._fits_images(cast(ImageModel, model))
-        elif self.data.sequence > model.positions:
-            longer = "" if "model.positions" in self.pinned else f", or model.positions = {self.data.sequence}"
-            raise ValueError(
-                f"data.sequence = {self.data.sequence} is longer than model.positions = {model.positions}; "
-                f"use data.sequence = {model.positions}{longer}"
-            )
+        model.check(self)
         if model.layers % self.memory.remat_every:
             raise ValueError(
                 f"memory.remat_every = {self.memory.remat_every} does not divide model.layers = {model.layers}; use "
@@ -204,35 +197,6 @@ class Experiment(Section):
             )
         return self
 
-    def _fits_images(self, model: ImageModel) -> None:
-        """Raises ValueError for what is of decoders alone."""
-        if self.memory.loss_chunks > 1:
-            raise ValueError(
-                f"memory.loss_chunks = {self.memory.loss_chunks} with model.family = {model.family}, which has one "
-                "row of logits for each image; leave it out"
-            )
-        if self.memory.remat != "none" or self.memory.offload:
-            given = f"memory.remat = {self.memory.remat}"
-            if self.memory.remat == "none":
-                given = f"memory.offload = {','.join(self.memory.offload)}"
-            raise ValueError(
-                f"{given} with model.family = {model.family}: a batch norm that is computed again would move its "
-                "running statistics twice, as in torch, and nothing of an image model waits on the host; leave it out"
-            )
-        for field, values in (("pixel_mean", self.data.pixel_mean), ("pixel_std", self.data.pixel_std)):
-            if len(values) not in (1, model.channels):
-                raise ValueError(
-                    f"data.{field} has {len(values)} numbers, and model.channels = {model.channels}; give one, or one "
-                    "for each channel"
-                )
-        if OPTIMIZERS[self.optimizer.name].matrices_alone:
-            raise ValueError(
-                f"optimizer.name = {self.optimizer.name} with model.family = {model.family}: it is of matrices alone; "
-                "use adamw"
-            )
-        if not all(self.data.pixel_std):
-            raise ValueError("data.pixel_std = 0 divides by nothing; use data.pixel_std = 1 for unscaled pixels")
-
     @classmethod
     def sections(cls) -> dict[str, FieldInfo]:
         """The fields that are tables."""
@@ -245,154 +209,7 @@ class Experiment(Section):
 
     def check_mesh(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh does not divide what it must."""
-        if self.model.input_kind == "images":
-            self._check_images(cast(ImageModel, self.model), axes)
-            return
-        self._check_experts(axes)
-        self._check_stages(axes)
-        self._check_rows(axes, "sequences")
-        self.check_times(self.data.sequence, axes)
-        self._check_chunks(axes)
-        for field, size, parameter, over in self.model.mesh_sizes(self.parallel):
-            if size % (parts := math.prod(axes[axis] for axis in over)):
-                named = " × ".join(axis for axis in over if axes[axis] > 1)
-                larger, padding = grown(self, axes), "model.vocab_multiple"
-                if field == "vocab" and not self.pinned & larger.keys():
-                    fix = f"pad it by {padding} = {larger[padding]}{along(larger, padding)}"
-                else:
-                    size_of = "vocab_multiple" if field == "vocab" else field.rpartition(" × ")[2]
-                    fix = ways(self, axes, over, size_of, parts)
-                raise ConfigError(
-                    f"model.{field} = {size} cannot be divided over the mesh axis {named} = {parts}, which "
-                    f"splits parameter {parameter}; {fix}"
-                )
-
-    def _check_rows(self, axes: Mapping[str, int], rows: str) -> None:
-        """Raises ConfigError where the mesh does not divide the batch."""
-        train, devices = self.train, math.prod(axes[axis] for axis in BATCH)
-        if train.batch % (devices * train.accumulation):
-            named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
-            least = devices * train.accumulation
-            images = self.model.input_kind == "images"
-            batch, others = multiple(least, train.batch), {} if images else grown(self, axes)
-            fix = f"use a multiple of {least}, as train.batch = {batch}{along(others, 'train.batch')}"
-            if self.pinned & {"train.batch", *others}:
-                mesh = f"use --mesh {resized(axes, ('data', 'fsdp'), train.batch // train.accumulation)}"
-                fix = mesh if images else ways(self, axes, BATCH, "batch", least)
-            raise ConfigError(
-                f"train.batch = {train.batch} {rows} cannot be divided over {named} = {devices} devices and "
-                f"train.accumulation = {train.accumulation} microbatches; {fix}"
-            )
-
-    def _check_chunks(self, axes: Mapping[str, int]) -> None:
-        """Raises ConfigError where the loss has more chunks than a device has tokens."""
-        devices = math.prod(axes[axis] for axis in (*BATCH, "context"))
-        tokens = self.train.batch * self.data.sequence // (devices * self.train.accumulation)
-        if (chunks := self.memory.loss_chunks) > tokens:
-            raise ConfigError(
-                f"memory.loss_chunks = {chunks} are more than the {tokens} tokens of a microbatch on a device; use at "
-                f"most {tokens}"
-            )
-
-    def _check_images(self, model: ImageModel, axes: Mapping[str, int]) -> None:
-        """Raises ConfigError for axes that images have no use for, and where a batch norm would see one number."""
-        for axis, size in axes.items():
-            if size > 1 and axis not in ("data", "fsdp"):
-                raise ConfigError(
-                    f"parallel.mesh: axis {axis} = {size} with model.family = {model.family}, which is split by rows "
-                    f"of the batch alone; use --mesh fsdp={size}, or --mesh data={size} --strategy ddp"
-                )
-        if self.parallel.sequence:
-            raise ConfigError(
-                f"parallel.sequence = true splits sequences, and model.family = {model.family} has none; leave it out"
-            )
-        self._check_rows(axes, "images")
-        train, replicas = self.train, axes["data"] * axes["fsdp"]
-        together = train.batch // train.accumulation // (1 if self.parallel.batch_norm == "global" else replicas)
-        if together * model.least_places == 1:
-            raise ConfigError(
-                f"train.batch = {train.batch} leaves a batch norm one number for each channel, which has no variance; "
-                "use a larger batch or model.image, or parallel.batch_norm = global"
-            )
-        if not self.parallel.row.optimizer:
-            return
-        widths = model.sharded_widths
-        if bad := sorted(width for width in widths if width % axes["fsdp"]):
-            fsdp = math.gcd(axes["fsdp"], *widths)
-            raise ConfigError(
-                f"model.widths: {bad[0]} channels cannot be divided over the mesh axis fsdp = {axes['fsdp']}; use "
-                f"--mesh {written({**axes, 'fsdp': fsdp})}{'' if self.pinned else ', or multiples of it'}"
-            )
-
-    def _check_experts(self, axes: Mapping[str, int]) -> None:
-        """Raises ConfigError where the mesh axis `expert` has nothing to split, or a limit needs times it has not."""
-        model, n = self.model, axes["expert"]
-        if not (experts := model.experts):
-            if n > 1:
-                mesh = shrunk(self, {**axes, "expert": 1, "fsdp": axes["fsdp"] * n}, ["fsdp"], "dim")
-                other = "" if "model.family" in self.pinned else f", or model.family = {families_with('experts')}"
-                raise ConfigError(
-                    f"parallel.mesh: axis expert = {n} splits experts, and model.family = {model.family} has none; use "
-                    f"--mesh {written(mesh)}{along(grown(self, mesh))}{other}"
-                )
-            return
-        if experts % n:
-            raise ConfigError(
-                f"model.experts = {experts} cannot be divided over the mesh axis expert = {n}; "
-                f"{ways(self, axes, ['expert'], 'experts', n)}"
-            )
-
-    def _check_stages(self, axes: Mapping[str, int]) -> None:
-        """Raises ConfigError where the axis `pipeline` does not divide the layers, or with what it cannot serve."""
-        layers, chunks, stages = self.model.layers, self.parallel.virtual_stages, axes["pipeline"]
-        if stages == 1:
-            return
-        parts, named = stages * chunks, f"the mesh axis pipeline = {stages}"
-        if chunks > 1:
-            named += f" × parallel.virtual_stages = {chunks}"
-        if layers % parts:
-            fix = ways(self, axes, ["pipeline"], "layers", parts)
-            if layers % chunks and "model.layers" not in self.pinned:
-                fix = f"use model.layers = {multiple(parts, layers)}{along(grown(self, axes), 'model.layers')}"
-            raise ConfigError(f"model.layers = {layers} cannot be divided over {named}; {fix}")
-        every = self.memory.remat_every
-        if layers // parts % every:
-            raise ConfigError(
-                f"memory.remat_every = {every} does not divide the {layers // parts} layers of a stage: model.layers = "
-                f"{layers} over {named}; use memory.remat_every = {math.gcd(every, layers // parts)}"
-            )
-        if moved := [part for part in self.memory.offload if part != "optimizer"]:
-            raise ConfigError(
-                f"memory.offload = {','.join(self.memory.offload)} with {named}: {' and '.join(moved)} cannot wait on "
-                "the host while a stage picks its own; use memory.offload = optimizer, or --mesh "
-                f"{written({**axes, 'pipeline': 1, 'fsdp': axes['fsdp'] * stages})}"
-            )
-
-    def check_times(self, times: int, axes: Mapping[str, int], field: str = "data.sequence") -> None:
-        """Raises ConfigError, naming `field`, if the mesh does not divide sequences of that length."""
-        context, how = axes["context"], self.parallel.context
-        splits: list[tuple[tuple[str, ...], int, str]] = []
-        if context > 1:
-            chunks = CHUNKS[how]
-            why = f"in {chunks} chunks each" if chunks > 1 else "in one chunk each"
-            splits.append((("context",), chunks, f"{why} under parallel.context = {how}"))
-        if self.parallel.sequence:
-            splits.append((("context", "tensor") if context > 1 else ("tensor",), 1, "under parallel.sequence"))
-        for over, chunks, why in splits:
-            size = math.prod(axes[axis] for axis in over)
-            if times % (parts := chunks * size):
-                if field == "data.sequence":
-                    fix = ways(self, axes, over, "sequence", parts)
-                else:
-                    sequence = math.gcd(times, self.data.sequence)  # the mesh divides that of the config too
-                    both = self.model_copy(update={"data": self.data.model_copy(update={"sequence": sequence})})
-                    mesh = written(shrunk(both, axes, over, "sequence"))
-                    as_field = field.rpartition(": ")[2]
-                    fix = f"use --mesh {mesh}, or a multiple of {parts}, as {as_field} = {multiple(parts, times)}"
-                raise ConfigError(
-                    f"{field} = {times} cannot be divided over the mesh axis {' × '.join(over)} = {size}, which splits "
-                    f"it {why}; {fix}"
-                )
+        self.model.check_mesh(self, axes)
 
     def on_data(self, fingerprint: str) -> "Experiment":
         """This experiment, bound to the data that it was begun with."""

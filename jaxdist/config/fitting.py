@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 CHUNKS = {"ring": 2, "ulysses": 1}  # of times that a device of the mesh axis context has
 BATCH = ("data", "fsdp", "expert")
+SHARDS = ("fsdp", "expert", "context")
 # Sizes that change the model: a mesh is fitted to them. The others are fitted to the mesh.
 OF_MODEL = {"heads", "kv_heads", "dim", "hidden", "head_dim", "layers", "experts"}
 FIELDS = {"batch": "train.batch", "sequence": "data.sequence"}  # all other sizes are fields of the model
@@ -145,6 +146,11 @@ def own_heads(model: Model) -> bool:
 def multiple(of: int, number: int) -> int:
     """The least multiple of `of` that is not below `number`."""
     return math.ceil(number / of) * of
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` up to `most`."""
+    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
 def _sizes(e: "Experiment") -> dict[str, int]:

@@ -3,19 +3,14 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
-
-from pydantic import Field, model_validator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from jaxdist.config.errors import ConfigError, OtherShapes
-from jaxdist.config.section import NUMBER, Count, CountOrZero, Positive, Section, fallback
+from jaxdist.config.section import Positive, Section, fallback
 
 if TYPE_CHECKING:
+    from jaxdist.config.experiment import Experiment
     from jaxdist.config.parallel import Parallel
-
-SHARDS = ("fsdp", "expert", "context")  # mesh axes over which parameters are sharded
-# Far above any model: the tensors of each layer are looked for by name.
-MOST_LAYERS = 10_000
 
 
 class Size(NamedTuple):
@@ -126,6 +121,12 @@ class Model(Section):
         """Rows of the output head."""
         return self.vocab
 
+    def check(self, e: "Experiment") -> None:
+        """Raises ValueError for settings of other sections that do not go with the model."""
+
+    def check_mesh(self, e: "Experiment", axes: Mapping[str, int]) -> None:
+        """Raises ConfigError where these sizes of the mesh axes do not divide what they must."""
+
     @property
     def vocabulary(self) -> tuple[int, int] | None:
         """Tokens, and rows of the embedding; None for models of images."""
@@ -161,170 +162,6 @@ class Model(Section):
     init_std: Positive = 0.02
     """Standard deviation of the initial weights; residual projections are divided by a further sqrt(2L). In a ResNet it
     is the output head's, and convolutions are scaled by their fan-out (arXiv:1502.01852)."""
-
-
-class Decoder(Model):
-    """Fields of every decoder. Its vocabulary may be padded otherwise than that of its weights."""
-
-    free: ClassVar[frozenset[str]] = Model.free | {"vocab_multiple"}
-
-    layers: Count = 4
-    """Number of blocks, L."""
-    dim: Count = 128
-    """Width of the residual stream, D."""
-    heads: Count = 8
-    """Query heads, H."""
-    hidden: Count = 384
-    """Width of the MLP, F."""
-    vocab: Count = 256
-    """Vocabulary size, V, in tokens; bytes need 256. If it exceeds the vocabulary of the starting weights, rows of new
-    tokens start as the mean of the others, and are trained."""
-    vocab_multiple: Count = 1
-    """Pad the embedding and the output head to a multiple of this number of rows, as the mesh axis tensor needs.
-    Padding does not change the model: it has no probability, no gradient, and is not exported."""
-    positions: Count = 1024
-    """Longest sequence that the model accepts, in tokens."""
-    tied: bool = False
-    """Use the embedding as the output head."""
-
-    @property
-    def vocab_rows(self) -> int:
-        """Rows of the embedding and the output head: V, padded to a multiple of vocab_multiple."""
-        return math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def vocabulary(self) -> tuple[int, int] | None:
-        return self.vocab, self.vocab_rows
-
-    def without_padding(self) -> Self:
-        return self.model_copy(update={"vocab_multiple": 1})
-
-    def mesh_sizes(self, parallel: "Parallel") -> Iterator[Size]:
-        attention, mlp = "layers.attention", "layers.mlp"
-        heads = ("tensor", "context") if parallel.context == "ulysses" else ("tensor",)
-        yield Size("heads", self.heads, f"{attention}.q_proj", heads)
-        yield Size("kv_heads", self.kv_heads, f"{attention}.k_proj", heads)
-        up_proj = f"{mlp}.experts.up_proj" if self.experts else f"{mlp}.up_proj"
-        yield Size("hidden", self.hidden, up_proj, ("tensor",))
-        yield Size("vocab", self.vocab_rows, "embed", ("tensor",))
-        if not parallel.row.optimizer:
-            return
-        yield Size("dim", self.dim, "embed", SHARDS)
-        vector = ("tensor", *SHARDS)  # split along the one dimension that it has
-        if self.qkv_bias:
-            yield Size("heads × head_dim", self.heads * self.head_dim, f"{attention}.q_proj.bias", vector)
-            yield Size("kv_heads × head_dim", self.kv_heads * self.head_dim, f"{attention}.k_proj.bias", vector)
-        if self.mlp_bias:
-            yield Size("hidden", self.hidden, f"{mlp}.up_proj.bias", vector)
-        if self.qk_norm:
-            yield Size("head_dim", self.head_dim, f"{attention}.q_norm.scale", SHARDS)
-
-    def describe(self) -> str:
-        return f"{self.layers} layers, D {self.dim}, H {self.heads}, F {self.hidden}, V {self.vocab}"
-
-    def keys(self, times: int) -> float:
-        """Mean number of keys that a query of a sequence sees under the causal mask: half of them."""
-        return times / 2
-
-    @model_validator(mode="after")
-    def _depth(self) -> Self:
-        if self.layers > MOST_LAYERS:
-            raise ValueError(f"model.layers = {self.layers} is absurd; use at most {MOST_LAYERS:,}")
-        return self
-
-
-class Rotary(Decoder):
-    """Decoders with rotary positions, grouped queries, RMSNorm and gated MLPs. No weights belong to positions."""
-
-    free: ClassVar[frozenset[str]] = Decoder.free | {"positions"}
-
-    kv_heads: Count = 4
-    """Key and value heads, K; each serves H/K query heads."""
-    head_dim: Annotated[int, NUMBER, Field(ge=2, multiple_of=2)] = 16
-    """Width of one head; may differ from D/H."""
-    rope_theta: Positive = 10000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: Literal["none", "llama3"] = "none"
-    """llama3: divide low rotary frequencies by rope_factor, as Llama 3.1 does."""
-    rope_factor: Positive = 8.0
-    """llama3: divisor of the lowest frequencies."""
-    rope_low_freq_factor: Positive = 1.0
-    """llama3: frequencies with wavelengths above rope_original_positions divided by this are scaled in full."""
-    rope_high_freq_factor: Positive = 4.0
-    """llama3: frequencies with wavelengths below rope_original_positions divided by this are not scaled."""
-    rope_original_positions: Count = 8192
-    """llama3: the context length of the original training, in tokens."""
-    window: CountOrZero = 0
-    """Sliding attention window in tokens, including the token itself; 0: no window (Mistral, Qwen)."""
-    qkv_bias: bool = False
-    """Biases on the query, key and value projections (Qwen2)."""
-    output_bias: bool = False
-    """Bias on the attention's output projection."""
-    qk_norm: bool = False
-    """RMSNorm on each query and key head before the rotation (Qwen3)."""
-
-    def keys(self, times: int) -> float:
-        """Mean number of keys that a query sees: with a window of w, w keys, except the first w queries, which see
-        half."""
-        window = min(self.window or times, times)
-        return window - window**2 / (2 * times)
-
-    @model_validator(mode="after")
-    def _groups(self) -> Self:
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; "
-                "each key and value head serves a whole number of query heads; use model.kv_heads = "
-                f"{largest_divisor(self.heads, self.kv_heads)}, or model.heads = {self.kv_heads}"
-            )
-        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
-            raise ValueError(
-                f"model.rope_low_freq_factor = {self.rope_low_freq_factor} must be below "
-                f"model.rope_high_freq_factor = {self.rope_high_freq_factor}; Llama 3.1 has "
-                "model.rope_low_freq_factor = 1.0 and model.rope_high_freq_factor = 4.0"
-            )
-        return self
-
-
-class ImageModel(Model):
-    """Fields of every image classifier."""
-
-    input_kind: ClassVar[Literal["tokens", "images"]] = "images"
-    free: ClassVar[frozenset[str]] = Model.free | {"image"}
-    tied: ClassVar[bool] = False
-
-    channels: Count = 3
-    """Channels of an image: 3 for colours, 1 for grey."""
-    image: Count = 224
-    """Height and width of an image, in pixels."""
-    classes: Count = 1000
-    """Classes, V."""
-
-    @property
-    def vocab(self) -> int:
-        """Outputs of the head, V."""
-        return self.classes
-
-    @property
-    def least_places(self) -> int:
-        """Smallest number of spatial positions per image over which a batch norm computes statistics."""
-        return 1
-
-    @property
-    def sharded_widths(self) -> frozenset[int]:
-        """Channel counts that the fsdp axis size must divide."""
-        return frozenset()
-
-    def input_shape(self, sequence: int) -> tuple[int, ...]:
-        return (self.image, self.image, self.channels)
-
-    def describe_rows(self, sequence: int) -> str:
-        return f"images of {self.image}×{self.image}×{self.channels}"
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` up to `most`."""
-    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
 Shape = tuple[int, ...]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxdist.config import ConfigError, Data
-from jaxdist.config.model import ImageModel
+from jaxdist.config.images import ImageModel
 from jaxdist.data.blocks import Earlier, fingerprint_of
 from jaxdist.data.files import SPLITS, names, siblings, split_of
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from jaxdist.config.decoder import MOST_LAYERS
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.model import MOST_LAYERS
 from jaxdist.families.resnet.config import MOST_BLOCKS
 
 Settings = dict[str, Any]

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.bounded import read_json, within
-from jaxdist.config.model import MOST_LAYERS
+from jaxdist.config.decoder import MOST_LAYERS
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.leaves import Leaf, Reader
 from jaxdist.formats.naming import recognized

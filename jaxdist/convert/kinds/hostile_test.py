@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxdist.config import ConfigError, bounded
-from jaxdist.config.model import MOST_LAYERS
+from jaxdist.config.decoder import MOST_LAYERS
 from jaxdist.convert.__main__ import main
 from jaxdist.families.gpt2.config import GPT2
 from jaxdist.families.llama.config import Llama

@@ -5,7 +5,8 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from jaxdist.config.model import Decoder, largest_divisor
+from jaxdist.config.decoder import Decoder
+from jaxdist.config.fitting import largest_divisor
 
 
 class GPT2(Decoder):

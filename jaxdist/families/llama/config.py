@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from jaxdist.config.model import Rotary
+from jaxdist.config.decoder import Rotary
 
 
 class Llama(Rotary):

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from jaxdist.config.model import Rotary
+from jaxdist.config.decoder import Rotary
 from jaxdist.config.section import Count, NotNegative
 
 # Far above any model: the tensors of each expert are looked for by name.
