@@ -24,7 +24,7 @@ def param_specs(model: nnx.Module) -> dict[str, ParamSpec]:
     """Every parameter that `model` declares, by dotted name, in the order of the names."""
     flat = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
     return {
-        name: ParamSpec(name, v.shape, v.axes, v.mean, v.std, isinstance(v, nnx.BatchStat))
+        name: ParamSpec(name, v.shape, v.axes, v.mean, v.std, statistic=isinstance(v, nnx.BatchStat))
         for name, v in sorted(flat.items())
     }
 

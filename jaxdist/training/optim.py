@@ -187,7 +187,7 @@ def stateful(
     def init(parameters: Arrays) -> State:
         return State(jnp.zeros((), jnp.int32), begin(parameters))
 
-    def update(
+    def update(  # optax's protocol
         updates: Arrays, state: State, params: Any = None, *, taken: Any = True, rate: Any = 1.0, **_: Any
     ) -> tuple[Arrays, State]:
         def select(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -85,24 +85,24 @@ class Program:
         sharded, compute = self.strategy.optimizer, e.precision.compute
         optimizer = optim.optimizer(e.optimizer, e.train.steps, self.param_specs, sharded, compute)
         parallel = Parallel(
-            self.strategy,
-            e.precision,
-            self.context,
-            dispatch(e.model),
-            e.parallel.sequence,
+            strategy=self.strategy,
+            precision=e.precision,
+            context=self.context,
+            dispatch=dispatch(e.model),
+            sequence=e.parallel.sequence,
             batch_norm=e.parallel.batch_norm,
         )
         return Step(
-            self.model,
-            self.param_specs,
-            parallel,
-            optimizer,
-            Rematerialize.from_config(e.memory),
-            e.memory.loss_chunks,
-            e.train.accumulation,
-            self.schedule,
-            e.train.skip,
-            e.model.family,
+            model=self.model,
+            param_specs=self.param_specs,
+            parallel=parallel,
+            optimizer=optimizer,
+            rematerialize=Rematerialize.from_config(e.memory),
+            loss_chunks=e.memory.loss_chunks,
+            accumulation=e.train.accumulation,
+            schedule=self.schedule,
+            skip=e.train.skip,
+            family=e.model.family,
         )
 
     @cached_property

@@ -106,7 +106,7 @@ class Pipeline(nn.ModuleList):
         x = torch.zeros(rows, times, e.model.dim, dtype=dtype, device="meta", requires_grad=True)
         several, total = len(parts) > 1, stages * len(parts)
         made = [
-            PipelineStage(p, i, total, device, tokens if i == 0 else x, x, group=self.group)
+            PipelineStage(p, i, total, device, input_args=x if i else tokens, output_args=x, group=self.group)
             for p, i in zip(parts, range(rank, total, stages), strict=True)
         ]
         make = SCHEDULES[e.parallel.pipeline_schedule]

@@ -177,7 +177,12 @@ class Optimizer:
         self.locals = {name: local(w) for name, w in self.parameters.items()}
         # torch's GradScaler, but all ranks know of an overflow on one of them.
         self.scaler = ShardedGradScaler(
-            mesh.device_type, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
+            mesh.device_type,
+            init_scale=p.loss_scale,
+            backoff_factor=p.backoff_factor,
+            growth_factor=p.growth_factor,
+            growth_interval=p.growth_interval,
+            enabled=bool(p.loss_scale),
         )
         rule = self.rule = rule_of(o)
         made, settings = rule.optimizer, {"lr": o.learning_rate, **rule.settings(o)}

@@ -376,7 +376,13 @@ def _training(
             say("the scheduler holds others, whose counters stay unchanged: construct it again, and step it to the end")
         scheduler = scheduler and scheduler | now
     counted = not content.origin.of_a_script
-    made = put(tree, OPTIMIZER, rules.state_dict(o, fakes, groups, updates, counted, kept.get(ENTRIES)))
+    held, before = rules.moments_by_key(o, fakes, groups), kept.get(ENTRIES)
+    entries = (
+        rules.new_entries(o, held, updates, counted)
+        if before is None
+        else rules.continued_entries(before, held, updates)
+    )
+    made = put(tree, OPTIMIZER, rules.state_dict(groups, entries))
     made |= put(tree, SCHEDULER, scheduler) if scheduler else {}
     if content.scaling and not unchanged:
         made |= amp.put_scaling(tree, content.scaling, content.experiment.precision)

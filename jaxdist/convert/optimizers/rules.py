@@ -290,28 +290,35 @@ def _decay_changes(groups: Sequence[Group], shapes: Mapping[str, Shape], decay: 
         )
 
 
-def state_dict(
-    o: Optimizer,
-    moments: Mapping[str, Mapping[str, Tensor]],
-    groups: Sequence[Group],
-    updates: int,
-    counted: bool,
-    before: Mapping[Any, Group] | None = None,
-) -> dict[str, Any]:
-    """The `state_dict` of torch's class for `named` groups. `moments`: kind -> name -> tensor.
-
-    `counted`: also of a rule that keeps no count. `before`: earlier entries, kept except moments and the count.
-    """
-    step = {"step": torch.tensor(float(updates))} if counted or by_name()[o.name].counts else {}
+def moments_by_key(
+    o: Optimizer, moments: Mapping[str, Mapping[str, Tensor]], groups: Sequence[Group]
+) -> dict[Any, dict[str, Tensor]]:
+    """Key of torch's optimizer -> kind -> tensor, for `named` groups. `moments`: kind -> name -> tensor."""
     kinds = [kind for kind in o.kept if kind != EMA]
     names = {key: name for group in groups for name, key in zip(group["params"], group["keys"], strict=True)}
-    held = {key: {kind: moments[kind][n] for kind in kinds if n in moments[kind]} for key, n in names.items()}
-    state = {key: step | own for key, own in held.items()} if before is None else {
+    return {key: {kind: moments[kind][n] for kind in kinds if n in moments[kind]} for key, n in names.items()}
+
+
+def new_entries(o: Optimizer, held: Mapping[Any, dict[str, Tensor]], updates: int, counted: bool) -> dict[Any, Group]:
+    """State of torch's class, by key, of the moments `held`; `counted`: also of a rule that keeps no count."""
+    step = {"step": torch.tensor(float(updates))} if counted or by_name()[o.name].counts else {}
+    return {key: {**step, **own} for key, own in held.items()}
+
+
+def continued_entries(
+    before: Mapping[Any, Group], held: Mapping[Any, dict[str, Tensor]], updates: int
+) -> dict[Any, Group]:
+    """The entries `before` with the moments `held` and, where they have one, the count `updates`."""
+    return {
         key: {**entry, **({"step": like(entry["step"], updates)} if entry.get("step") is not None else {})} | held[key]
         for key, entry in before.items()
-    }  # fmt: skip
+    }
+
+
+def state_dict(groups: Sequence[Group], entries: Mapping[Any, Group]) -> dict[str, Any]:
+    """The `state_dict` of torch's class for `named` groups and their entries."""
     unnamed = [{**group, "params": group["keys"]} for group in groups]
-    return {"state": state, "param_groups": [{k: v for k, v in group.items() if k != "keys"} for group in unnamed]}
+    return {"state": entries, "param_groups": [{k: v for k, v in group.items() if k != "keys"} for group in unnamed]}
 
 
 def going_on(group: Group, o: Optimizer, rate: float, updates: int) -> dict[str, Any]:

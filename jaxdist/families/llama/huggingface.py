@@ -304,7 +304,7 @@ def rotary_type(
     keys = {**KEYS, **LLAMA3_KEYS, **variant.keys}
     names = {field: key.name for field, key in keys.items()} | OTHER_NAMES
     nested = {"rope_scaling": ROPE, "rope_parameters": ROPE}
-    return ModelType(variant.architecture, variant.decisions, partial(read, variant), names, nested, notes)
+    return ModelType(variant.architecture, variant.decisions, partial(read, variant), names, nested=nested, notes=notes)
 
 
 DECIDING = ("dim", "heads", "window", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
