@@ -1,4 +1,4 @@
-"""A family from outside converts from and to its own names, by the tables and the config.json that its row has."""
+"""A plugin's family converts from and to its own names, by the tables and config.json of its row."""
 
 import json
 import re
@@ -29,7 +29,7 @@ pytest.importorskip("torch")
 
 
 class Toy(Decoder):
-    """GPT-2's model under names and keys of its own."""
+    """GPT-2's model under other names and keys."""
 
     family: Literal["toy"]
     gelu: ClassVar[str] = "tanh"
@@ -83,8 +83,8 @@ TOY = Toy(family="toy", layers=2, dim=8, heads=2, hidden=12, vocab=11, positions
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Registers the family with some pieces of its row, for one test."""
-    assert "llama" in FAMILIES  # ours are there before the copy
+    """Registers the family with some fields of its row, for one test."""
+    assert "llama" in FAMILIES  # loads the built-in families before the copy
     for name in ("_rows", "_owners"):
         monkeypatch.setattr(FAMILIES, name, dict(getattr(FAMILIES, name)))
     return lambda **pieces: register_family(Family("toy", Toy, "jaxdist.families.gpt2.model:GPT2", **pieces))
@@ -135,7 +135,7 @@ def test_it_converts_from_and_to_its_own_names(
 def test_a_piece_that_is_missing_is_named(
     pieces: dict[str, Any], kind: str, says: str, registered: Callable[..., None], tmp_path: Path
 ) -> None:
-    """In one message, which names the family, who registered it, the piece, and what works without: it does."""
+    """One message names the family, who registered it, the field, and what works without it, which does."""
     registered(**pieces)
     run = run_of(tmp_path / "run", TOY)
     with pytest.raises(ConfigError) as error:
@@ -216,7 +216,7 @@ def test_broken_tables_leave_other_families_recognized(registered: Callable[...,
 def test_inspection_names_a_family_with_broken_tables(
     registered: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --json on standard error; a family without tables has none that could be broken."""
+    """With --json on standard error; a family without tables is not reported."""
     registered(tables={"toy": [1]})
     run = run_of(tmp_path / "run", TOY)
     says = rf"the names of family toy are not recognized: model\.family = toy: {__name__} registers it with tables = "

@@ -1,4 +1,4 @@
-"""What --force takes, and what it leaves alone."""
+"""What --force replaces, and what it leaves alone."""
 
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ from jaxdist.runs.folder import LOCK
 from jaxdist.runs.lock import alone
 
 MODEL = MODELS["Qwen3ForCausalLM"]
-# What is of no checkpoint of the kind, though a part of its path is.
+# Files that belong to no checkpoint of the kind, though a part of their path does.
 WORK = {
     "hf": [
         "thesis.tex", ".git/config", "_work/thesis.tex", "tokenizer_code/thesis.py", "README.md", "mine.safetensors",
@@ -45,7 +45,7 @@ def test_a_checkpoint_of_any_kind(kind: str, tmp_path: Path) -> None:
         pytest.importorskip("torch")
     source = written(tmp_path / "source", "hf", content_of(MODEL))
     target = written(tmp_path / ("b.pt" if kind == "torch" else "b"), kind, content_of(MODELS["GPT2LMHeadModel"]))
-    if kind in ("orbax", "dcp"):  # as a run leaves it that was trained on
+    if kind in ("orbax", "dcp"):  # as after training
         for name in ("summary.json", "events.out.tfevents.1"):
             (target / name).touch()
         (target / "record").mkdir()
@@ -91,7 +91,7 @@ def test_a_tokenizer_gives_way_to_another_one_alone(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("other", ["5", "7.damaged", "7.damaged-2"])
 def test_a_run_with_other_checkpoints(other: str, tmp_path: Path) -> None:
-    """--force replaces one checkpoint, and a damaged one is kept until someone removes it."""
+    """--force replaces one checkpoint; a damaged one is kept until it is removed by hand."""
     source, target = (written(tmp_path / name, "orbax", content_of(MODEL)) for name in ("source", "b"))
     shutil.copytree(target / "checkpoints" / "7", target / "checkpoints" / other)
     with pytest.raises(ConfigError, match=rf"TARGET \S+ has checkpoints/{other} too, and --force replaces one"):
@@ -101,8 +101,8 @@ def test_a_run_with_other_checkpoints(other: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "orbax", "pytree"])
-def test_what_orbax_writes(kind: str, tmp_path: Path) -> None:
-    """In a database, as runs write their arrays, and without a manifest, as others write theirs."""
+def test_orbax_checkpoints_are_replaced(kind: str, tmp_path: Path) -> None:
+    """In a database, as runs write arrays, and without a manifest, as others write them."""
     source, target = written(tmp_path / "source", "hf", content_of(MODEL)), tmp_path / "b"
     if kind in ("run", "checkpoint"):
         run = written(target, "orbax", content_of(MODEL))
@@ -120,8 +120,8 @@ def test_what_orbax_writes(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_is_closed(tmp_path: Path) -> None:
-    """What is in a closed folder is unknown: it is neither listed nor replaced, and ends in one message."""
+def test_an_unreadable_folder_is_left_alone(tmp_path: Path) -> None:
+    """The content of an unreadable folder is unknown: it is neither listed nor replaced, with one message."""
     _, target = (written(tmp_path / name, "hf", content_of(MODEL)) for name in ("source", "b"))
     (target / "closed").mkdir()
     (tmp_path / "c").mkdir()
@@ -155,7 +155,7 @@ def test_what_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_a_run_beside_it(tmp_path: Path) -> None:
-    """Which is of the same names as the rest, one folder deeper."""
+    """The run's files have the usual names, one folder deeper."""
     source, target = (written(tmp_path / name, "hf", content_of(MODEL)) for name in ("source", "b"))
     run = written(target / "mine", "orbax", content_of(MODEL))
     with pytest.raises(ConfigError, match=r"TARGET \S+ has mine/\S+, which is of no checkpoint"):
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_a_run_in_progress(tmp_path: Path) -> None:
 
 
 def test_a_run_that_began_meanwhile(tmp_path: Path) -> None:
-    """After the first look, while the new target was written: the run stays, and the target is not written."""
+    """It starts after the first look, while the target is written: the run stays, and the target is dropped."""
     target = tmp_path / "run"
     target.mkdir()
 

@@ -1,4 +1,4 @@
-"""The memory that reading takes, beside the tensor that is read."""
+"""Memory that reading takes, besides the tensor that is read."""
 
 import importlib
 import math
@@ -40,7 +40,7 @@ TIED = Llama(**{**SMALL, "vocab": ROWS, "tied": True})
 
 
 def peak(do: Callable[[], Any]) -> int:
-    """Bytes that were taken at once."""
+    """Most bytes allocated at once."""
     tracemalloc.start()
     do()
     _, most = tracemalloc.get_traced_memory()
@@ -51,13 +51,13 @@ def peak(do: Callable[[], Any]) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("stored", ["once", "twice"])
 def test_a_tied_head_is_compared_in_blocks(stored: str, tmp_path: Path) -> None:
-    """And not at all where both are one tensor of the file."""
+    """Not compared at all if both are one tensor in the file."""
     weights = {name: torch.ones(entry.shape) for name, entry in entries("huggingface", TIED).items()}
     embedding = weights["model.embed_tokens.weight"]
     weights["lm_head.weight"] = embedding if stored == "once" else embedding.clone()
     torch.save(weights, tmp_path / "a.pt")
     experiment = experiment_for(TIED.model_dump(), "test")
-    torch_files.read_content(tmp_path / "a.pt", experiment)  # imports count too
+    torch_files.read_content(tmp_path / "a.pt", experiment)  # imports allocate too
     most = peak(lambda: torch_files.read_content(tmp_path / "a.pt", experiment))
     assert most < (0.1 if stored == "once" else 2.1) * embedding.nbytes
 
@@ -90,7 +90,7 @@ STORED: dict[str, Callable[[Any], Any]] = {
 def test_a_unit_takes_what_is_stated(
     stored: str, model: Model, naming: str, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them would be on their way than there is room for, else."""
+    """Otherwise more units would be converted at once than fit into memory."""
     monkeypatch.setattr(torch_leaves, "PIECE", 2**16)
     monkeypatch.setattr(stream, "BLOCK", 2**12)
     weights = {name: torch.ones(entry.shape) for name, entry in entries("huggingface", model).items()}
@@ -101,7 +101,7 @@ def test_a_unit_takes_what_is_stated(
     assert len(jobs) >= 3
     for job in jobs:
         convert = partial(conversion.convert, job.group, job.unit)
-        convert()  # imports count too
+        convert()  # imports allocate too
         assert 0.9 * job.bytes < peak(convert) < job.bytes + 2**16
 
 
@@ -117,7 +117,7 @@ def test_pieces_of_ranks_are_read_one_at_a_time(axis: int) -> None:
 
 @pytest.mark.long
 def test_a_run_writes_its_embeddings_in_small_chunks(tmp_path: Path) -> None:
-    """A chunk is in memory several times while it is read."""
+    """Reading a chunk holds several copies of it."""
     model = Llama(**{**SMALL, "vocab": 3 * CHUNK // (4 * SMALL["dim"])})
     experiment = experiment_for(model.model_dump(), "test")
     weights = {name: jax.numpy.ones(shape) for name, shape in shapes_of(model).items()}

@@ -1,4 +1,4 @@
-"""What a run folder keeps for the way back: buffers of a model, and where a linked checkpoint finds its run."""
+"""What a run folder stores for the way back: a model's buffers, and the run of a linked checkpoint."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def read_content(path: Path) -> Any:
 
 
 class TestBuffers:
-    """They are not parameters, and come back as they were."""
+    """Buffers are no parameters, and come back unchanged."""
 
     def test_of_a_hugging_face_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file = written(tmp_path / "hf", "hf", content_of(GPT2)) / "model.safetensors"
@@ -56,7 +56,7 @@ class TestBuffers:
             )  # fmt: skip
 
     def test_through_a_torch_file(self, tmp_path: Path) -> None:
-        """And with them names without a prefix, a tied head that was stored, metadata of file and index."""
+        """Together with names without a prefix, a stored tied head, and metadata of file and index."""
         pytest.importorskip("torch")
         folder = written(tmp_path / "hf", "hf", content_of(GPT2))
         weights = load_file(folder / "model.safetensors") | MASKS
@@ -92,7 +92,7 @@ class TestBuffers:
         weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(GPT2)), weights_only=True)["model"]
         weights |= {name: torch.tensor(array) for name, array in MASKS.items()}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process group is here
+            warnings.simplefilter("ignore")  # warns that there is no process group
             dcp.save({"model": weights}, checkpoint_id=tmp_path / "given", no_dist=True)
         main([str(tmp_path / "given"), str(tmp_path / "run"), *self.config(tmp_path)])
         main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "dcp"])
@@ -105,8 +105,8 @@ class TestBuffers:
         return ["--model", str(folder / "model.toml")]
 
 
-def test_what_torch_had_is_for_torch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that came from a torch file is converted where there is no torch; to torch's kinds it needs one."""
+def test_a_run_from_a_torch_file_converts_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run from a torch file converts without torch installed, except to torch's kinds."""
     pytest.importorskip("torch")
     source = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen3ForCausalLM"]))
     main([str(source), str(tmp_path / "run")])
@@ -121,7 +121,7 @@ def test_what_torch_had_is_for_torch_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_run_whose_empty_folder_nobody_kept(tmp_path: Path) -> None:
-    """As git keeps none, and no store of objects."""
+    """git and object stores keep no empty folders."""
     pytest.importorskip("torch")
     source = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen3ForCausalLM"]))
     main([str(source), str(tmp_path / "run")])
@@ -130,8 +130,8 @@ def test_a_run_whose_empty_folder_nobody_kept(tmp_path: Path) -> None:
     assert tensors(tmp_path / "b.pt") == tensors(source)
 
 
-def test_what_a_long_index_says_is_read(tmp_path: Path) -> None:
-    """Of a distributed checkpoint: where each of its entries lay, a million perhaps."""
+def test_a_long_index_of_origin_is_read(tmp_path: Path) -> None:
+    """The places of a distributed checkpoint's entries, possibly a million."""
     run = written(tmp_path / "run", "orbax", replace(content_of(MODELS["Qwen3ForCausalLM"]), origin=Origin("dcp")))
     folder = run / "origin"
     said = json.loads((folder / "origin.json").read_text())
@@ -142,7 +142,7 @@ def test_what_a_long_index_says_is_read(tmp_path: Path) -> None:
 
 
 def test_a_config_that_names_another_dtype_than_the_weights_have(tmp_path: Path) -> None:
-    """As many on the hub do: it stays as it is while the weights do, and is put right when they change."""
+    """As with many on the Hub: kept while the weights are unchanged, corrected otherwise."""
     source = written(tmp_path / "hf", "hf", content_of(MODELS["Qwen3ForCausalLM"]))
     config = source / "config.json"
     config.write_text(config.read_text().replace("float32", "bfloat16"))
@@ -156,7 +156,7 @@ def test_a_config_that_names_another_dtype_than_the_weights_have(tmp_path: Path)
 @pytest.mark.parametrize("kind", often(["orbax", "dcp"], ["orbax"]))
 @pytest.mark.parametrize("link", ["step", "latest of linked checkpoints", *slow(["latest", "checkpoints", "run"])])
 def test_a_linked_checkpoint_finds_its_run(kind: str, link: str, tmp_path: Path) -> None:
-    """Whatever of the path is a link: to a checkpoint, of a folder's checkpoints, to a run, or of a step."""
+    """With a link to a checkpoint, a run's checkpoints folder, a run, or a step."""
     if kind == "dcp":
         pytest.importorskip("torch")
     run = tmp_path / "run"
@@ -181,7 +181,7 @@ def test_a_linked_checkpoint_finds_its_run(kind: str, link: str, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["orbax", "dcp"])
 def test_a_newest_checkpoint_that_lacks_what_shows_its_kind(kind: str, tmp_path: Path) -> None:
-    """The newest whole one is taken, as where anything else is missing."""
+    """The newest complete one is read, as for other missing files."""
     if kind == "dcp":
         pytest.importorskip("torch")
     run = written(tmp_path / "run", kind, content_of(MODELS["Qwen3ForCausalLM"]))
@@ -206,8 +206,8 @@ def test_what_origin_says_of_another_type(said: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_whose_config_sets_no_sequence(tmp_path: Path) -> None:
-    """A conversion reads no data: its default length is within the positions, and the run's config holds it. A length
-    that is set is checked."""
+    """A conversion reads no data: the default length is limited to the positions, and written to the run's config. A
+    length that is set is checked."""
     model = GPT2.model_copy(update={"positions": 48})
     written(tmp_path / "hf", "hf", content_of(model))
     config = tmp_path / "model.toml"

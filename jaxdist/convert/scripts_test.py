@@ -1,4 +1,4 @@
-"""Training scripts of others: how many steps they made, and that all of theirs comes back."""
+"""Other programs' training scripts: their number of steps, and all their entries come back."""
 
 import importlib
 import json
@@ -43,7 +43,7 @@ def config(folder: Path) -> list[str]:
 
 
 def script(folder: Path, steps: int = 5, epochs: int = 1) -> tuple[dict[str, Any], Any]:
-    """What a script has of its model and optimizer after some steps, and its schedule, which counts epochs."""
+    """A script's model and optimizer after some steps, and its schedule, which counts epochs."""
     weights = torch.load(written(folder / "weights.pt", "torch", content_of(MODEL)), weights_only=True)["model"]
     (folder / "weights.pt").unlink()
     shapes = entries("huggingface", MODEL)
@@ -63,12 +63,12 @@ def script(folder: Path, steps: int = 5, epochs: int = 1) -> tuple[dict[str, Any
 
 def saved_dcp(folder: Path, tree: Any) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is here
+        warnings.simplefilter("ignore")  # warns that there is no process group
         dcp.save(tree, checkpoint_id=folder, no_dist=True)
     return folder
 
 
-# What a script may keep under a key that is looked for, and under which key it has the state then.
+# Settings that a script may store under a key of a state, and the state's key in that case.
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"name": "llama", "dim": 8}, "state_dict"),
     "optimizer": ({"name": "adamw", "betas": (0.9, 0.95)}, "optimizer_state_dict"),
@@ -80,7 +80,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("part", SETTINGS)
 def test_settings_under_the_key_of_a_state(part: str, tmp_path: Path) -> None:
-    """A state is told by what it holds; and all comes back, as more steps have made it."""
+    """A state is recognized by its content; all entries come back, updated by later steps."""
     found, schedule = script(tmp_path)
     scaler = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 1}
     states = found | {"scheduler": schedule | {"last_epoch": 5}, "scaler": scaler}
@@ -101,7 +101,7 @@ def test_settings_under_the_key_of_a_state(part: str, tmp_path: Path) -> None:
 
 class TestSteps:
     def tree(self, folder: Path, **more: Any) -> dict[str, Any]:
-        """As torch.distributed.checkpoint wants it: the optimizer's state by names."""
+        """The same for torch.distributed.checkpoint: the optimizer's state by names."""
         found, _ = script(folder)
         names = [name for group in found["optimizer"]["param_groups"] for name in group["param_names"]]
         state = {name: found["optimizer"]["state"][i] for i, name in enumerate(names)}
@@ -129,7 +129,7 @@ class TestSteps:
         assert torch_files.read_content(tmp_path / "a.pt", EXPERIMENT).updates == 5
 
     def test_that_is_no_count(self, tmp_path: Path) -> None:
-        """As the optimizer counted; it comes back as it was."""
+        """The optimizer's count is used; the entry comes back unchanged."""
         content = dcp_files.read_content(saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=7.5)), EXPERIMENT)
         assert content.step == 5
         dcp_files.write(tmp_path / "back", Conversion(content, KINDS["dcp"].naming_of(content)))
@@ -137,7 +137,7 @@ class TestSteps:
         assert dcp_files.Tensors(back).extras()["step"] == 7.5
 
     def test_of_two_numbers(self, tmp_path: Path) -> None:
-        """Of a script it is not a count, as in a torch file, and comes back; of a parameter there is no other."""
+        """In a script's entry it is no count, and comes back; in a parameter's state nothing else gives the count."""
         saved = saved_dcp(tmp_path / "two", self.tree(tmp_path, step=torch.ones(2)))
         content = dcp_files.read_content(saved, EXPERIMENT)
         assert content.step == 5
@@ -152,7 +152,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("more", [0, 20])
     def test_a_schedule_of_epochs(self, more: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Its counter is none of steps, and stays as it was."""
+        """Its counter does not count steps, and stays unchanged."""
         tree, schedule = script(tmp_path, steps=50, epochs=2)
         torch.save(tree | {"scheduler": schedule}, tmp_path / "a.pt")
         content = torch_files.read_content(tmp_path / "a.pt", EXPERIMENT)
@@ -165,7 +165,7 @@ class TestSteps:
 
 
 def lightning(tree: dict[str, Any], schedule: Any) -> dict[str, Any]:
-    """As Lightning keeps the same."""
+    """The same in Lightning's form."""
     return {
         "epoch": 1, "global_step": 5, "pytorch-lightning_version": "2.5.0", "state_dict": tree["model"],
         "loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {"ready": 5}}}}, "callbacks": {},
@@ -176,7 +176,7 @@ def lightning(tree: dict[str, Any], schedule: Any) -> dict[str, Any]:
 class TestOptimizers:
     @pytest.mark.parametrize("more", [0, 20])
     def test_of_lightning(self, more: int, tmp_path: Path) -> None:
-        """In lists, as it was, and with the counters of now."""
+        """In lists, as before, with updated counters."""
         tree, schedule = script(tmp_path, steps=1, epochs=5)
         torch.save(lightning(tree, schedule), tmp_path / "a.ckpt")
         main([str(tmp_path / "a.ckpt"), str(tmp_path / "run"), *config(tmp_path)])
@@ -192,7 +192,7 @@ class TestOptimizers:
 
     @pytest.mark.parametrize("key", ["opt", "optimizers", "optimizer_states", "optimizer"])
     def test_that_are_not_read(self, key: str, tmp_path: Path) -> None:
-        """Under a key of the script's own, of a model each, several, or within another."""
+        """Under a custom key, per model, several, or nested."""
         tree, _ = script(tmp_path)
         state = tree.pop("optimizer")
         tree[key] = {
@@ -206,7 +206,7 @@ class TestOptimizers:
 
 
 def no_step(tree: dict[str, Any]) -> None:
-    """As the optimizer alone counts."""
+    """As counted by the optimizer alone."""
 
 
 def whole_float(tree: dict[str, Any]) -> None:
@@ -218,13 +218,13 @@ def tensor_step(tree: dict[str, Any]) -> None:
 
 
 def ints(tree: dict[str, Any]) -> None:
-    """As torch before 1.12."""
+    """As in torch before 1.12."""
     for entry in tree["optimizer"]["state"].values():
         entry["step"] = 5
 
 
 def of_groups(tree: dict[str, Any]) -> None:
-    """As Apex's FusedAdam."""
+    """As in Apex's FusedAdam."""
     for entry in tree["optimizer"]["state"].values():
         del entry["step"]
     for group in tree["optimizer"]["param_groups"]:
@@ -241,7 +241,7 @@ def no_tensors(tree: dict[str, Any]) -> None:
 
 
 def of_a_module(tree: dict[str, Any]) -> None:
-    """As Module.state_dict gives it."""
+    """As from Module.state_dict."""
     tree["model"] = with_versions(tree["model"])
     tree["ema"] = with_versions({"a": torch.ones(2, 3).T})
 
@@ -253,7 +253,7 @@ def with_versions(tensors: dict[str, Any]) -> Any:
 
 
 def counted(tree: Any) -> set[Any]:
-    """Every step of a tree, as numbers."""
+    """Every step in a tree, as numbers."""
     entries = tree["optimizer"]["state"].values()
     kept = [entry["step"] for entry in entries if "step" in entry]
     kept += [group["step"] for group in tree["optimizer"]["param_groups"] if "step" in group]
@@ -261,7 +261,7 @@ def counted(tree: Any) -> set[Any]:
 
 
 class TestThereAndBack:
-    """What `torch.load` gives of the file that comes back is what it gave of the script's."""
+    """`torch.load` of the returned file equals that of the script's file."""
 
     @pytest.mark.parametrize(
         "change",
@@ -278,7 +278,7 @@ class TestThereAndBack:
         "kind", [dict, with_versions, lambda w: {**w, "epoch": 3, "names": ["a"], "best": {"b": 1.5}}]
     )
     def test_of_a_state_dict(self, kind: Callable[[Any], Any], old: bool, tmp_path: Path) -> None:
-        """The file itself, with other values in it too; and as torch wrote before 1.6."""
+        """The file itself, also with other values in it, and in the format before torch 1.6."""
         before, after = self.converted(kind(script(tmp_path)[0]["model"]), tmp_path, not old)
         same(after, before)
 
@@ -306,7 +306,7 @@ class TestThereAndBack:
             }
 
     def converted(self, tree: Any, folder: Path, new: bool = True) -> tuple[Any, Any]:
-        """It, and what comes back from a run folder."""
+        """The source's tree, and the tree that comes back from a run folder."""
         torch.save(tree, folder / "a.pt", _use_new_zipfile_serialization=new)
         main([str(folder / "a.pt"), str(folder / "run"), *config(folder)])
         main([str(folder / "run"), str(folder / "b.pt")])
@@ -314,7 +314,7 @@ class TestThereAndBack:
         return before, after
 
     def test_of_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Templates in a folder of their own, and what an index says besides."""
+        """Templates in their own folder, and other content of the index."""
         monkeypatch.setattr(safetensors_writer, "SHARD_BYTES", 900)
         source = written(tmp_path / "a", "hf", content_of(MODEL))
         index = source / "model.safetensors.index.json"
@@ -339,7 +339,7 @@ class TestThereAndBack:
 
 
 def same(a: Any, b: Any) -> None:
-    """Assert that two trees of `torch.load` are the same: types, keys in their order, dtypes and bits."""
+    """Assert that two trees of `torch.load` are the same: types, keys in order, dtypes and bits."""
     assert type(a) is type(b), (a, b)
     if isinstance(a, dict):
         assert list(a) == list(b)

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face: what its keys mean, and which settings are refused."""
+"""Hugging Face's config.json: the meaning of its keys, and refused settings."""
 
 import json
 import re
@@ -32,7 +32,7 @@ MIXED = to_settings(MODELS["Qwen3MoeForCausalLM"], "float32")
 class TestConfig:
     @pytest.mark.parametrize("model_type", sorted({*model_types()} - {"resnet"}))
     def test_an_absent_key_means_what_transformers_takes_it_for(self, model_type: str) -> None:
-        """A file with the sizes alone, and the same file as transformers completes it, are one model."""
+        """A file with sizes alone and the same file completed by transformers give one model."""
         transformers = pytest.importorskip("transformers")
         bare: dict[str, Any] = {"model_type": model_type}
         if model_type != "gpt2":

@@ -1,4 +1,4 @@
-"""What a conversion leaves where it writes: its target, whole, or nothing."""
+"""A conversion leaves its complete target, or nothing."""
 
 import signal
 import subprocess
@@ -26,11 +26,11 @@ from jaxdist.runs.lock import alone
 
 pytest.importorskip("torch")
 MODEL = MODELS["Qwen2ForCausalLM"]
-# The command, which takes two seconds for each tensor, of which there are thirty.
+# The command with a delay of two seconds per tensor, of which there are thirty.
 SLOW = """
     import runpy, signal, time
     from jaxdist.convert.stream import Resharder
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is told to ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
     convert = Resharder.convert
     Resharder.convert = lambda *arguments: (time.sleep(2), convert(*arguments))[1]
     runpy.run_module("jaxdist.convert", run_name="__main__")
@@ -38,16 +38,16 @@ SLOW = """
 
 
 def no_check(target: Path) -> None:
-    """Whatever lies there may be replaced."""
+    """Accept any existing target."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every name below it, and what files have."""
+    """Every name below a folder, with the content of files."""
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in folder.rglob("*")}
 
 
-def test_of_two_at_once_the_first(tmp_path: Path) -> None:
-    """The second is refused, and does no harm."""
+def test_of_two_conversions_at_once_the_first_wins(tmp_path: Path) -> None:
+    """The second is refused without doing harm."""
     with whole_or_nothing(tmp_path / "b") as partial:
         partial.write_text("whole")
         with (
@@ -68,7 +68,7 @@ def test_a_lock_that_a_kill_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["new/b", "new/deep/b", "new/deep/b.pt"])
 def test_in_a_folder_that_is_to_be_made(name: str, tmp_path: Path) -> None:
-    """It is there with the target, and not without."""
+    """The folder is created together with the target."""
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     main([str(source), str(tmp_path / name), "--dry-run"])
     with pytest.raises(ConfigError), whole_or_nothing(tmp_path / name):
@@ -80,7 +80,7 @@ def test_in_a_folder_that_is_to_be_made(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["hf", "dcp", "torch"])
 def test_a_disk_that_fills_up(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a tensor, whose memory is still in use then."""
+    """In the middle of a tensor whose memory is still in use."""
     source, left = written(tmp_path / "a", "hf", content_of(MODEL)), [3]
     put, lock = buffers._put, threading.Lock()
 
@@ -98,7 +98,7 @@ def test_a_disk_that_fills_up(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_whole_pages_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of its own, not one of the memory that the pages went through."""
+    """The disk's error is reported, not one about the mapped pages."""
     (tmp_path / "a").touch()
 
     def full(file: Any, start: int, data: memoryview) -> None:
@@ -113,7 +113,7 @@ def test_whole_pages_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "number"), [("hf", signal.SIGINT), ("orbax", signal.SIGTERM)])
 def test_a_conversion_that_is_ended(kind: str, number: signal.Signals, tmp_path: Path) -> None:
-    """Soon, and nothing is left."""
+    """It ends soon and leaves nothing."""
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     line = [sys.executable, "-c", textwrap.dedent(SLOW), str(source), str(tmp_path / "new" / "b"), "--to", kind]
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -173,7 +173,7 @@ def test_what_comes_into_it_meanwhile_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["partial", "old"])
 def test_a_link_under_a_name_of_ours(part: str, tmp_path: Path) -> None:
-    """What it leads to stays as it is, and is not written through."""
+    """The link's target stays unchanged: it is not written through."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     sibling(tmp_path / "b", part).symlink_to(tmp_path / "mine")
@@ -195,7 +195,7 @@ def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_file_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever a kill comes, the old one or the new one is there."""
+    """After a kill at any moment the old file or the new one exists."""
     target, rename, there = tmp_path / "b", Path.rename, list[bool]()
     target.write_text("old")
 
@@ -211,7 +211,7 @@ def test_a_file_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
-    """What it leads to stays as it is."""
+    """The link's target stays unchanged."""
     (tmp_path / "mine").write_text("mine")
     sibling(tmp_path / "b", "lock").symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="TARGET"), whole_or_nothing(tmp_path / "b"):
@@ -225,8 +225,8 @@ def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--force"], ["--dry-run"], ["--dry-run", "--force"]], ids=str)
-def test_what_others_have_beside_a_target(more: list[str], tmp_path: Path) -> None:
-    """Under names that look like a conversion's: it is neither taken, nor put in the target's place."""
+def test_other_files_beside_a_target_stay(more: list[str], tmp_path: Path) -> None:
+    """Under names like a conversion's own: neither removed nor moved to the target."""
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     for name in (".b.old", ".b.partial", ".b.lock"):
         (tmp_path / name).mkdir()
@@ -240,7 +240,7 @@ def test_what_others_have_beside_a_target(more: list[str], tmp_path: Path) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("killed", ["between", "after"])
 def test_a_dry_run_touches_nothing(killed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not what a kill left, and no lock that a run left in what it would replace."""
+    """Neither a killed conversion's files, nor a run's lock in what it would replace."""
     source, target = written(tmp_path / "a", "hf", content_of(MODEL)), tmp_path / "b"
     written(sibling(target, "old"), "orbax", content_of(MODEL))
     sibling(target, "partial").mkdir()
@@ -259,8 +259,8 @@ def test_a_dry_run_touches_nothing(killed: str, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("more", [["--force"], ["--dry-run", "--force"]], ids=str)
-def test_what_is_put_back_is_looked_at(more: list[str], tmp_path: Path) -> None:
-    """What a kill left aside is replaced only where it may be."""
+def test_a_restored_target_is_checked(more: list[str], tmp_path: Path) -> None:
+    """A restored target is replaced only if it may be."""
     source, target = written(tmp_path / "a", "hf", content_of(MODEL)), tmp_path / "b"
     old = written(sibling(target, "old"), "hf", content_of(MODEL))
     (old / "thesis.tex").write_text("work")
@@ -276,8 +276,8 @@ def test_a_source_that_was_being_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--force"]], ids=str)
-def test_what_a_kill_left_is_a_source(more: list[str], tmp_path: Path) -> None:
-    """It would be put back, or removed, while it is read."""
+def test_files_of_a_killed_conversion_as_source_are_refused(more: list[str], tmp_path: Path) -> None:
+    """It would be restored or removed while it is read."""
     target = written(tmp_path / "b", "hf", content_of(MODEL))
     source = written(sibling(target, "old"), "hf", content_of(MODEL))
     before = contents(tmp_path)

@@ -1,4 +1,4 @@
-"""A source that changed since it was written, and what a conversion makes of it."""
+"""A source that changed since it was written, and the result of converting it."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")
 
 @pytest.fixture
 def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of which one file of numbers has changed; all of these are taken for large ones."""
+    """A checkpoint with one changed data file; all such files count as large."""
     monkeypatch.setattr(checkpoints, "SMALL", 200)
     run = written(tmp_path / "run", "orbax", content_of(Llama(**SMALL)))
     flip(run / "checkpoints" / "7" / "parameters" / "embed.embedding" / "0.0")
@@ -49,12 +49,12 @@ def flip(file: Path) -> None:
 
 
 def largest(folder: Path) -> Path:
-    """Of the files that hold numbers."""
+    """Largest of the data files."""
     return max([*folder.rglob("*.0"), *folder.rglob("*.distcp")], key=lambda file: file.stat().st_size)
 
 
 class TestRunWhoseNewestChanged:
-    """An older checkpoint, of step 5, is whole."""
+    """An older checkpoint, of step 5, is intact."""
 
     @pytest.fixture(params=often(["orbax", "dcp"], ["dcp"]))
     def run(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -76,7 +76,7 @@ class TestRunWhoseNewestChanged:
             main([str(run / "checkpoints" / "7"), str(tmp_path / "b"), "--to", "dcp"])
 
     def test_is_listed_in_one_json_object(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """What is wrong with the newest is told elsewhere."""
+        """The newest one's damage is reported on standard error."""
         flip(run / "checkpoints" / "7" / checkpoints.MANIFEST)
         main(["--inspect", str(run), "--json"])
         said = capsys.readouterr()
@@ -87,7 +87,7 @@ class TestRunWhoseNewestChanged:
         assert located(run) == run / "checkpoints" / "5"
 
     def test_is_not_blamed_for_its_target(self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What was written is damaged before it is read again, which another source would not mend."""
+        """The written target is damaged before it is read back: another source would not help."""
         right, tries = dcp_files.write, list[Path]()
 
         def spoiled(path: Path, conversion: Any) -> None:
@@ -102,7 +102,7 @@ class TestRunWhoseNewestChanged:
 
 
 def test_a_loss_scale_that_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the start is read in its place."""
+    """The initial scale is read in its place."""
     content = content_of(Llama(**SMALL))
     values = content.experiment.model_dump(exclude_none=True) | {"precision": {"policy": "fp16"}}
     experiment = Experiment.parse(values, source="test")
@@ -119,7 +119,7 @@ def test_a_loss_scale_that_was_not_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 def swapped(a: str, b: str) -> Table:
-    """Planted: of Llama's table two names change places, in both directions of a conversion."""
+    """Planted: two names of Llama's table are swapped, in both directions of a conversion."""
     table, marked = TABLES[HUGGINGFACE], "|"
     rows = [
         row._replace(theirs=row.theirs.replace(f".{a}.", marked).replace(f".{b}.", f".{a}.").replace(marked, f".{b}."))
@@ -139,7 +139,7 @@ UNTOLD = "not verified: which tensor of {} is which; jaxdist reads it by the tab
 
 
 class TestLogits:
-    """By transformers, of Hugging Face folders."""
+    """Logits of Hugging Face folders, computed by transformers."""
 
     @pytest.fixture(autouse=True)
     def transformers(self) -> Any:
@@ -154,7 +154,7 @@ class TestLogits:
     def test_a_mistaken_table_is_found(
         self, kind: str, swap: tuple[str, str], hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What is read by the same mistake comes out as it was."""
+        """A round trip with the same mistake would hide it."""
         main([str(hf), str(tmp_path / "run"), "--to", kind, "--verify"])
         main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "hf", "--verify"])
         monkeypatch.setitem(TABLES, HUGGINGFACE, swapped(*swap))
@@ -207,7 +207,7 @@ class TestLogits:
     def test_other_logits_in_another_dtype_are_found(
         self, source: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Negated: as far from each other as can be, of a norm."""
+        """Negated logits: as far apart as possible at the same norm."""
         right, calls = verify.logits, list[Content]()
         line = [str(hf), str(tmp_path / "a"), "--verify"]
         if source == "orbax":
@@ -228,13 +228,13 @@ class TestLogits:
     def test_a_router_may_send_less_than_half_of_the_tokens_elsewhere(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Where weights are rounded, and there is a router; of 24 tokens."""
+        """With rounded weights and a router, over 24 tokens."""
         hf, right = written(tmp_path / "hf", "hf", content_of(MODELS[name])), verify.logits
         sign = np.ones((2, 12, 1), np.float32)
         monkeypatch.setattr(verify, "logits", lambda content, inputs: right(content, inputs) * sign)
 
         def converted(tokens: int, *options: str) -> str:
-            """What is said where so many have other logits."""
+            """Output of a conversion in which `tokens` tokens have other logits."""
             sign[...] = 1
             sign.reshape(-1)[:tokens] = -1
             main([str(hf), str(tmp_path / f"{tokens}{len(options)}"), "--verify", *options])
@@ -272,7 +272,7 @@ def test_a_distance_of_what_is_no_number() -> None:
 
 
 class TestSourceThatChanged:
-    """It is compared with its manifest while it is converted, and what comes of it is not kept."""
+    """A source is checked against its manifest while it is converted; the result of a changed one is dropped."""
 
     def test_is_refused(self, damaged: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"checkpoint .*7 is damaged: its file parameters/embed\S+ has changed"):
@@ -298,7 +298,7 @@ class TestSourceThatChanged:
             main([str(damaged), str(tmp_path / "target"), "--to", "dcp"])
 
     def test_is_listed(self, damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Its numbers are not read for their names."""
+        """Listing names reads no numbers."""
         main(["--inspect", str(damaged)])
         assert "embed.embedding" in capsys.readouterr().out
 

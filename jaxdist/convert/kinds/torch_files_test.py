@@ -1,4 +1,4 @@
-"""What training scripts save by `torch.save`: read whatever its form, and given back as it was."""
+"""Training scripts' files from `torch.save`: read in any form, and given back unchanged."""
 
 import importlib
 import shutil
@@ -32,12 +32,12 @@ PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module.
 
 
 class TorchFiles:
-    """What these tests save, and the model of it."""
+    """A training script's file and its model."""
 
     model = MODELS["Qwen2ForCausalLM"]
 
     def saved(self, path: Path, **parts: Any) -> dict[str, Any]:
-        """What a training script saves of a model, an optimizer and a step, with `parts` instead of its own."""
+        """A training script's file of model, optimizer and step, with `parts` replacing or removing entries."""
         written(path, "torch", content_of(self.model))
         tree = torch.load(path, weights_only=True)
         tree = {key: value for key, value in (tree | parts).items() if value is not None}
@@ -80,7 +80,7 @@ class TestTorchFiles(TorchFiles):
         same(torch.load(tmp_path / "b.pt", weights_only=True), dict(tree["model"]))
 
     def test_the_way_of_a_real_script(self, tmp_path: Path) -> None:
-        """A module and an optimizer of torch's own take what is written, and give it back, the scaler and RNG too."""
+        """torch's own module and optimizer load the written file and give it back, scaler and RNG included."""
         transformers = pytest.importorskip("transformers")
         from jaxdist.formats.hf import to_settings
 
@@ -111,11 +111,12 @@ class TestTorchFiles(TorchFiles):
         main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", config])
         main([str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"])
         main([str(tmp_path / "dcp"), str(tmp_path / "b.pt"), "--verify"])
-        back = torch.load(tmp_path / "b.pt", weights_only=False)  # numpy's are more than tensors and plain values
+        # numpy's objects are more than tensors and plain values
+        back = torch.load(tmp_path / "b.pt", weights_only=False)
         np.random.RandomState().set_state(back["numpy"])
         assert np.array_equal(back["numpy"][1], saved["numpy"][1]) and back["numpy"][2:] == saved["numpy"][2:]
         assert type(back["best"]["loss"]) is np.float64 and back["best"]["loss"] == 1.25
-        assert np.array_equal(back["best"]["last"], saved["best"]["last"])  # numpy itself reads it in its own order
+        assert np.array_equal(back["best"]["last"], saved["best"]["last"])  # read by numpy, in its own byte order
         for key in ("scaler", "amp", "epoch"):
             assert back[key] == saved[key]
         assert torch.equal(back["rng"], saved["rng"]) and back["scheduler"]["last_epoch"] == 3
@@ -161,7 +162,7 @@ class TestTorchFiles(TorchFiles):
         same(torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"], changed)
 
     def test_a_state_dict_that_is_sorted_by_name(self, tmp_path: Path) -> None:
-        """The optimizer numbers the parameters as the model does."""
+        """The optimizer numbers parameters in the model's order."""
         tree, right = self.saved(tmp_path / "a.pt"), tensors(tmp_path / "a.pt")
         optimizer, order = tree["optimizer"], [*entries("huggingface", self.model)]
         names = [name for group in optimizer["param_groups"] for name in group["param_names"]]
@@ -174,7 +175,7 @@ class TestTorchFiles(TorchFiles):
         assert tensors(tmp_path / "a.pt") == right
 
     def test_two_orders_that_fit(self) -> None:
-        """Tensors that are sorted by name, of one shape: nothing tells which is whose."""
+        """Sorted names and equal shapes: nothing tells which entry is whose."""
         entry = {kind: torch.ones(2, 2) for kind in MOMENTS}
         state: Any = {"state": {0: entry, 1: entry}, "param_groups": [{"params": [0, 1]}]}
         shapes = dict.fromkeys("ab", (2, 2))
@@ -196,7 +197,7 @@ class TestTorchFiles(TorchFiles):
 
     @pytest.mark.parametrize("given_names", [True, False])
     def test_parameters_that_are_not_trained(self, given_names: bool, tmp_path: Path) -> None:
-        """They have no moments; what helps is told, and which, where names are there."""
+        """They have no moments; the message gives a fix, and names if the file has them."""
         optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
         name = optimizer["param_groups"][0]["param_names"][0]
         del optimizer["state"][optimizer["param_groups"][0]["params"][0]]
@@ -250,7 +251,7 @@ class TestTorchFiles(TorchFiles):
 
     @pytest.mark.parametrize("kind", ["run", "file"])
     def test_views_of_one_storage(self, kind: str, tmp_path: Path) -> None:
-        """What a script keeps besides may be slices of one flat tensor, or turned."""
+        """A script's other tensors may be slices of one flat tensor, or transposed."""
         flat, matrix = torch.arange(12.0), torch.arange(6.0).reshape(2, 3)
         averages = {"a": flat[:4], "b": flat[4:8], "c": flat[8:], "turned": matrix.T, "half": flat.bfloat16()[1:3]}
         saved = self.saved(tmp_path / "a.pt", ema=averages)
@@ -264,7 +265,7 @@ class TestTorchFiles(TorchFiles):
 
     @pytest.mark.parametrize("kind", ["torch", "dcp"])
     def test_checksums(self, kind: str, tmp_path: Path) -> None:
-        """Each record has its own, as in what torch.save writes; and a flipped number is seen."""
+        """Each record has one, as torch.save writes it; a flipped bit is found."""
         made = written(tmp_path / "made", kind, content_of(self.model))
         files = sorted(made.rglob("*.distcp")) if kind == "dcp" else [made]
         assert len(files) == (1 if kind == "torch" else 4 * len(entries("torch_ref", self.model)) + 1)
@@ -283,7 +284,7 @@ class TestTorchFiles(TorchFiles):
                 main([str(made), str(tmp_path / "run"), "--verify"])
 
     def test_a_copy_of_a_checkpoint_is_of_no_run(self, tmp_path: Path) -> None:
-        """What lies beside it there need not be its own."""
+        """The files beside the copy need not belong to it."""
         self.saved(tmp_path / "a.pt")
         main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
         (found,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -307,7 +308,7 @@ class TestTorchFiles(TorchFiles):
             main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
 
     def test_files_that_none_of_ours_put_there(self, tmp_path: Path) -> None:
-        """Neither take the place of weights nor lead outside."""
+        """They neither replace weights nor lead outside."""
         source = written(tmp_path / "a", "hf", content_of(self.model))
         main([str(source), str(tmp_path / "run")])
         files = tmp_path / "run" / "origin" / "files"
@@ -335,7 +336,7 @@ class TestTorchFiles(TorchFiles):
 
 
 def same(a: Any, b: Any) -> None:
-    """Assert that two trees are the same to the bit; what was a tuple may be a list."""
+    """Assert that two trees are the same to the bit; a tuple may have become a list."""
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:

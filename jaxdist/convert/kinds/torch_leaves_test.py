@@ -1,4 +1,4 @@
-"""Tensors of a file between whose numbers others lie: read in pieces, whatever their strides."""
+"""Tensors whose numbers are interleaved with others in a file: read in pieces, for any strides."""
 
 import importlib
 import math
@@ -28,9 +28,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("what", SHOWN)
-def test_what_lies_between_is_read_a_little_at_a_time(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interleaved_numbers_are_read_in_pieces(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = SHOWN[what](torch.arange(4096.0).reshape(64, 64))
     torch.save(shown, tmp_path / "a.pt")
     counts: list[int] = []

@@ -1,4 +1,4 @@
-"""numpy's arrays in files of `torch.save`: plain numbers alone, by one thread at a time, and no more than is there."""
+"""numpy arrays in files of `torch.save`: plain numbers alone, read by one thread at a time, with bounded memory."""
 
 import importlib
 import time
@@ -41,7 +41,7 @@ def test_numpy_of_plain_numbers_alone(array: Any, says: str, tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("locked", [True, False])
 def test_numpy_by_several_threads(locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has one list of what it allows: one thread would take away what another is about to read."""
+    """torch has one list of allowed names: a thread would remove those that another needs."""
     torch.save({"rng": np.random.RandomState(0).get_state()}, tmp_path / "a.pt")
     at_once = list[int]()
 
@@ -68,7 +68,7 @@ def test_numpy_by_several_threads(locked: bool, tmp_path: Path, monkeypatch: pyt
 
 
 def test_numpy_asks_for_no_memory(tmp_path: Path) -> None:
-    """Of a file that says more than it holds."""
+    """A file that claims more than it holds."""
 
     class Hostile:
         def __init__(self, *parts: Any) -> None:
@@ -98,7 +98,7 @@ def test_numpy_asks_for_no_memory(tmp_path: Path) -> None:
 
 
 def test_numpy_in_shared_lists(tmp_path: Path) -> None:
-    """Written out they are a million; and what is empty is read too."""
+    """They expand to a million; empty arrays are read too."""
     shared: Any = [np.ones(2), (np.zeros((0, 3), np.int64), 5)]
     for _ in range(18):
         shared = [shared, shared]

@@ -1,4 +1,4 @@
-"""What a file of torch's has of ours: it is told by more than a key, and takes no room twice."""
+"""Our own torch files: recognized by more than a key, and read without a second copy in memory."""
 
 import importlib
 from dataclasses import replace
@@ -35,8 +35,8 @@ def changed(file: Path, **parts: Any) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("old", [False, True])
-def test_what_a_run_logged(old: bool, tmp_path: Path) -> None:
-    """Goes along, and back to the run; also where it is a string, as it was in older files."""
+def test_the_log_comes_along(old: bool, tmp_path: Path) -> None:
+    """The log comes along and back to the run; also as a string, as in older files."""
     file = written(tmp_path / "a.pt", "torch", logged())
     if old:
         changed(file, **{"metrics.jsonl": LOG.decode()})
@@ -46,7 +46,7 @@ def test_what_a_run_logged(old: bool, tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_no_part_of_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which we read no more than so much."""
+    """The part of a pickle that we read is limited."""
     monkeypatch.setattr(torch_zips, "MOST_BYTES", len(LOG))
     assert torch_files.read_content(written(tmp_path / "a.pt", "torch", logged())).metrics == LOG
 
@@ -54,11 +54,11 @@ def test_a_long_log_is_no_part_of_the_pickle(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["torch", "orbax"])
 def test_a_log_is_read_a_line_at_a_time(kind: str, tmp_path: Path) -> None:
-    """Its records at once would take ten times as much."""
+    """All records at once would take ten times as much."""
     log = b'{"step": 1, "loss": 5.785955904024457, "grad_norm": 4.966336995753538, "tokens": 1280}\n' * 20_000
     there = written(tmp_path / "a", kind, replace(content_of(MODEL), metrics=log))
     read_content = KINDS[kind].format.read_content
-    read_content(there)  # imports count too
+    read_content(there)  # imports allocate too
     most = peak(lambda: read_content(there))
     assert read_content(there).metrics == log
     assert most < 5 * len(log)
@@ -78,8 +78,8 @@ def test_a_log_that_is_none(log: Any, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["../tokenizer.json", "bin/evil.sh", ".bashrc", "model.safetensors", 3])
-def test_files_that_go_along_are_named_as_such(name: Any, tmp_path: Path) -> None:
-    """A file of ours with files that may not lie beside weights, or are weights themselves, is refused."""
+def test_companion_files_with_other_names_are_refused(name: Any, tmp_path: Path) -> None:
+    """Our file is refused if its companion files may not be beside weights, or are weights."""
     file = written(tmp_path / "a.pt", "torch", logged())
     assert torch_files.read_content(file).origin.own
     changed(file, files={name: torch.zeros(2, dtype=torch.uint8)})
@@ -88,10 +88,10 @@ def test_files_that_go_along_are_named_as_such(name: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_what_goes_along_is_in_memory_once(tmp_path: Path) -> None:
-    """As it is when it is read; to write it takes no more."""
+def test_companion_files_are_in_memory_once(tmp_path: Path) -> None:
+    """Once when read; writing takes no more."""
     files = {"LICENSE": bytes(8_000_000), "merges.txt": b"", "tokenizer.json": b"{}"}
-    written(tmp_path / "a.pt", "torch", logged())  # imports count too
+    written(tmp_path / "a.pt", "torch", logged())  # imports allocate too
     content = replace(logged(), origin=Origin("hf", "huggingface", files=files))
     most = peak(lambda: written(tmp_path / "b.pt", "torch", content))
     assert torch_files.read_content(tmp_path / "b.pt").origin.files == files
@@ -99,7 +99,7 @@ def test_what_goes_along_is_in_memory_once(tmp_path: Path) -> None:
 
 
 def test_an_origin_that_lacks_its_extras(tmp_path: Path) -> None:
-    """A damaged file is told as one, also where that is read late."""
+    """A damaged file is reported as such, also where that part is read late."""
     content = replace(content_of(MODEL), origin=Origin("dcp", "huggingface", held=lambda: {"more": 5}, step=7))
     file = written(tmp_path / "a.pt", "torch", content)
     kept = torch.load(file, weights_only=True)["origin"]

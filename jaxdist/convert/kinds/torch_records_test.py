@@ -1,4 +1,4 @@
-"""Records of torch files lie where their own headers say, in zips of other programs too, or nothing is read."""
+"""Records of torch files are read at the offsets in their own headers, also in other programs' zips, or refused."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ Entries = list[tuple[zipfile.ZipInfo, bytes]]
 
 
 def rezipped(file: Path, change: Callable[[Entries], Entries] = list, compression: int = zipfile.ZIP_STORED) -> None:
-    """The same records in a zip that Python writes."""
+    """The same records in a zip written by Python."""
     with zipfile.ZipFile(file) as archive:
         entries = [(zipfile.ZipInfo(name), archive.read(name)) for name in archive.namelist()]
     with zipfile.ZipFile(file, "w") as archive:
@@ -41,7 +41,7 @@ def rezipped(file: Path, change: Callable[[Entries], Entries] = list, compressio
 
 
 def with_extra(entries: Entries) -> Entries:
-    """Each record in another distance from its header, as of a program that aligns otherwise."""
+    """Records at varying distances from their headers, as from a program with another alignment."""
     for number, (info, _) in enumerate(entries):
         info.extra = struct.pack("<2H", 0x4246, number) + b"Z" * number
     return entries
@@ -76,8 +76,8 @@ REZIPPED: dict[str, Callable[[Entries], Entries]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", often(REZIPPED, ["reversed", "other extra fields", "without byteorder"]))
-def test_what_another_program_zipped_is_what_torch_reads(way: str, tmp_path: Path) -> None:
-    """Weights, moments and what lies besides."""
+def test_another_programs_zip_is_read_as_torch_reads_it(way: str, tmp_path: Path) -> None:
+    """Weights, moments and all other entries."""
     file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
     averages = torch.randn(4, 6)
     tree = torch.load(file, weights_only=True) | {"besides": [averages, averages[1:3], averages.T]}
@@ -116,7 +116,7 @@ def test_a_state_dict_alone_becomes_the_same_weights(tmp_path: Path) -> None:
 
 
 def shares_bytes(file: Path) -> None:
-    """The directory has one record where another is."""
+    """The directory gives one record the offset of another."""
     with zipfile.ZipFile(file) as archive:
         begin = archive.start_dir
         one, other = (archive.getinfo(f"a/data/{key}") for key in (0, 1))
@@ -163,7 +163,7 @@ def test_records_that_cannot_be(what: str, tmp_path: Path) -> None:
 
 
 def test_a_tensor_beyond_its_record(tmp_path: Path) -> None:
-    """What follows in the file are others' numbers."""
+    """Behind the record are other tensors' numbers."""
     torch.save({"a": torch.arange(5.0), "b": torch.arange(100.0)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
         content = archive.read("a/data.pkl")
@@ -180,16 +180,16 @@ def test_a_tensor_that_was_saved_without_numbers(tmp_path: Path) -> None:
 
 
 class TestEntries:
-    """Those of a folder of torch.distributed.checkpoint are files of torch.save within files."""
+    """Entries of a torch.distributed.checkpoint folder are torch.save files within files."""
 
     tensor = "model.model.norm.weight"
 
     def saved(self, folder: Path, name: str, value: Any, change: Callable[[Path], None]) -> Path:
-        """A folder with another file for one entry, after a change."""
+        """A folder in which one entry's file is replaced after a change."""
         weights = torch.load(written(folder / "a.pt", "torch", content_of(MODEL)), weights_only=True)["model"]
         found = folder / "dcp"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process group is here
+            warnings.simplefilter("ignore")  # warns that there is no process group
             dcp.save({"model": weights, "epoch": 3}, checkpoint_id=found, no_dist=True)
         torch.save(weights["model.norm.weight"] if value is None else value, folder / "part.pt")
         change(folder / "part.pt")
@@ -217,7 +217,7 @@ class TestEntries:
         assert all(torch.equal(there[name], tensor) for name, tensor in right.items())
 
     def test_a_bomb(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """An entry that is no weight stays behind, and is not made as large as it says."""
+        """An entry that is no weight is left out, and not allocated at the size it claims."""
         change, _ = REFUSED["compressed"]
         found = self.saved(tmp_path, "epoch", [torch.zeros(3_000_000)], change)
         main([str(found), str(tmp_path / "run"), "--model", config(tmp_path)])

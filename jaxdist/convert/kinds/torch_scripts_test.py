@@ -1,4 +1,4 @@
-"""What training scripts of torch's own save: optimizer, schedule and step go along, and come back as they were."""
+"""Training scripts' files in torch: optimizer, schedule and step come along, and back unchanged."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
 
 class TestScripts(TorchFiles):
     def script(self, file: Path, rule: Any = None, **keys: str) -> tuple[dict[str, Any], Any]:
-        """What a script of torch's own saves after five steps, `keys` being its names of the parts."""
+        """A script's file after five steps; `keys` are its names of the parts."""
         written(file, "torch", content_of(self.model))
         weights = torch.load(file, weights_only=True)["model"]
         shapes = entries("huggingface", self.model)
@@ -71,7 +71,7 @@ class TestScripts(TorchFiles):
     )
     @pytest.mark.parametrize("through", often(["orbax", "dcp", "torch"], ["dcp"]))
     def test_a_script_gets_back_what_it_saved(self, through: str, rule: Any, tmp_path: Path) -> None:
-        """All of it under its keys in their order, and none of ours: groups, schedule, step."""
+        """All entries under their keys in order, and none of ours: groups, schedule, step."""
         saved, optimizer = self.script(
             tmp_path / "a.pt", rule, model="state_dict", step="global_step", scheduler="lr_scheduler"
         )
@@ -84,7 +84,7 @@ class TestScripts(TorchFiles):
         optimizer.load_state_dict(back["optimizer"])
 
     def test_the_optimizer_goes_along(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Its settings are the run's, and its peak; the schedule is that of --model."""
+        """The run has its settings and its peak; the schedule is that of --model."""
 
         def of(rule: Any, *arguments: str) -> Any:
             self.script(tmp_path / "a.pt", rule)
@@ -105,14 +105,14 @@ class TestScripts(TorchFiles):
         assert exponential.learning_rate == default.learning_rate
 
     def test_without_a_scheduler_the_rate_stays(self, tmp_path: Path) -> None:
-        """Where no config says otherwise."""
+        """Unless a config says otherwise."""
         self.script(tmp_path / "a.pt")
         (tmp_path / "config.json").write_text(json.dumps(to_settings(self.model, "float32")))
         o = torch_files.read_content(tmp_path / "a.pt").experiment.optimizer
         assert (o.learning_rate, o.decay, o.warmup) == (1e-3, "constant", 0)
 
     def test_more_steps_change_the_groups(self, tmp_path: Path) -> None:
-        """Once more steps were made, rate and counters are those of now, under the script's names."""
+        """After more steps rate and counters are current, under the script's names."""
         self.script(tmp_path / "a.pt", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, 1e-4))
         content = torch_files.read_content(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
         later = replace(content, step=25, updates=25)
@@ -120,7 +120,7 @@ class TestScripts(TorchFiles):
         back = torch.load(tmp_path / "b.pt", weights_only=True)
         rate = float(learning_rate(content.experiment.optimizer, content.experiment.train.steps, jnp.asarray(26)))
         rates = [group["lr"] for group in back["optimizer"]["param_groups"]]
-        assert "experiment" in back  # which says how it continued
+        assert "experiment" in back  # it says how the run continued
         assert rates == pytest.approx([rate] * 2, rel=1e-6) and back["scheduler"]["_last_lr"] == rates
         assert (back["step"], back["scheduler"]["last_epoch"], back["scheduler"]["T_max"]) == (25, 25, 50)
         assert {float(state["step"]) for state in back["optimizer"]["state"].values()} == {25.0}
@@ -132,10 +132,10 @@ class TestScripts(TorchFiles):
         experiment = experiment_for(self.model.model_dump(), "test")
         assert torch_files.read_content(tmp_path / "a.pt", experiment).step == 7
         torch.save(saved | {"step": 7.5}, tmp_path / "a.pt")
-        assert torch_files.read_content(tmp_path / "a.pt", experiment).step == 5  # as the optimizer counted
+        assert torch_files.read_content(tmp_path / "a.pt", experiment).step == 5  # the optimizer's count
 
     def test_an_optimizer_before_its_first_step(self, tmp_path: Path) -> None:
-        """It comes back as it was; and with ours once there are moments."""
+        """Comes back unchanged; with our state once there are moments."""
         saved, _ = self.script(tmp_path / "a.pt")
         saved["optimizer"]["state"], saved["step"] = {}, 0
         torch.save(saved, tmp_path / "a.pt")
@@ -186,7 +186,7 @@ class TestScripts(TorchFiles):
             main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
 
     def test_other_parts_of_the_same_name(self, tmp_path: Path) -> None:
-        """A model's name, a script's own experiment, a config.json that is none of a model."""
+        """A model's name, a script's own `experiment`, and another program's config.json."""
         saved, _ = self.script(tmp_path / "a.pt", model="state_dict")
         (tmp_path / "config.json").write_text('{"batch": 3}')
         torch.save({"model": "qwen"} | saved | {"experiment": {"name": "run1"}}, tmp_path / "a.pt")

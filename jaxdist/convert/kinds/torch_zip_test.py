@@ -1,4 +1,4 @@
-"""Files that `torch.save` lays out and we fill: no tensor stays without its numbers."""
+"""Files laid out by `torch.save` and filled by us: no tensor stays without its numbers."""
 
 import collections
 import importlib
@@ -22,7 +22,7 @@ MODEL = MODELS["Qwen2ForCausalLM"]
 
 
 def script(folder: Path, extra: Any) -> tuple[list[str], dict[str, Any]]:
-    """A training script's file with something of its own in it: how the command is told of it, and what it holds."""
+    """A training script's file with an extra entry: the command's arguments for it, and its content."""
     file = folder / "a.pt"
     written(file, "torch", content_of(MODEL))
     tree = {key: torch.load(file, weights_only=True)[key] for key in ("model", "optimizer", "step")} | {"extra": extra}

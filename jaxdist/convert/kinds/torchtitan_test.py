@@ -1,4 +1,4 @@
-"""torchtitan's distributed checkpoints: key names of today and before, persistent buffers, other parts of a run."""
+"""torchtitan's distributed checkpoints: current and earlier key names, persistent buffers, other parts of a run."""
 
 import importlib
 import re
@@ -36,7 +36,7 @@ GROUP = {
 
 
 def drawn() -> dict[str, dict[str, Any]]:
-    """Group -> name -> tensor, under the names before today's."""
+    """Group -> name -> tensor, under the earlier names."""
     groups = Conversion(content_of(LLAMA), "meta").groups
     return {
         group: {name: torch.from_numpy(np.array(leaf.read())) for name, leaf in leaves.items()}
@@ -49,7 +49,7 @@ def early_2026(name: str) -> str:
 
 
 def now(name: str) -> str:
-    """What torchtitan calls a parameter today."""
+    """torchtitan's current name of a parameter."""
     return re.sub(r"^output\.", "lm_head.", early_2026(name))
 
 
@@ -58,7 +58,7 @@ def same(name: str) -> str:
 
 
 def joined(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as `fuse_qkv` has it: of each group of heads the queries, the key and the value."""
+    """An optimizer's state under `fuse_qkv`: for each group of heads the queries, the key and the value."""
     assert isinstance(LLAMA, Llama)
     groups, found = LLAMA.kv_heads, dict[str, Any]()
     for key, value in state.items():
@@ -72,8 +72,8 @@ def joined(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved(folder: Path, names: Any, nested: bool = False, training: bool = True, fused: bool = False) -> Path:
-    """A checkpoint as torchtitan's CheckpointManager saves it; `nested`: weights below `model.`, as it once did;
-    `fused`: with the optimizer's state of `fuse_qkv`."""
+    """A checkpoint as torchtitan's CheckpointManager saves it; `nested`: weights below `model.`, as earlier; `fused`:
+    with the optimizer's state of `fuse_qkv`."""
     tensors = drawn()
     model = {names(name): tensor for name, tensor in tensors[PARAMETERS].items()}
     model["freqs_cis"] = torch.polar(torch.ones(12, 3), torch.arange(36.0).reshape(12, 3))
@@ -90,7 +90,7 @@ def saved(folder: Path, names: Any, nested: bool = False, training: bool = True,
     }
     tree = ({"model": model} if nested else model) | (run if training else {})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is here
+        warnings.simplefilter("ignore")  # warns that there is no process group
         dcp.save(tree, checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -118,7 +118,7 @@ def test_weights_optimizer_and_step(names: Any, nested: bool, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_moments_of_queries_keys_and_values_in_one(tmp_path: Path) -> None:
-    """There and back."""
+    """Converted both ways."""
     first = saved(tmp_path / "step-9", now, fused=True)
     main([str(first), str(tmp_path / "there"), *config(tmp_path, LLAMA), "--to", "dcp"])
     for content in (read_content(first), read_content(tmp_path / "there")):
@@ -134,13 +134,13 @@ def test_moments_of_queries_keys_and_values_in_one(tmp_path: Path) -> None:
 
 
 def test_its_qwen3(tmp_path: Path) -> None:
-    """It has norms of queries and keys, and rotates as Hugging Face does: heads are not reordered."""
+    """It normalizes queries and keys, and rotates like Hugging Face: heads are not reordered."""
     model = MODELS["Qwen3ForCausalLM"]
     content = content_of(model)
     given = Conversion(content, "torchtitan_qwen3").groups[PARAMETERS]
     tensors = {name: torch.from_numpy(np.array(leaf.read())) for name, leaf in given.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is here
+        warnings.simplefilter("ignore")  # warns that there is no process group
         dcp.save(tensors, checkpoint_id=tmp_path / "step-9", no_dist=True)
     read = KINDS["dcp"].format.read_content(tmp_path / "step-9", experiment_for(model.model_dump(), "test"))
     assert read.naming == "torchtitan_qwen3"
@@ -152,7 +152,7 @@ def test_its_qwen3(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_there_and_back(tmp_path: Path) -> None:
-    """The same entries under the same names, buffer and counters too."""
+    """The same entries under the same names, including the buffer and counters."""
     first = saved(tmp_path / "step-9", now)
     main([str(first), str(tmp_path / "there"), *config(tmp_path, LLAMA), "--to", "dcp"])
     before, after = (read_index(checkpoint_in(path)).state_dict_metadata for path in (first, tmp_path / "there"))
@@ -162,7 +162,7 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def test_weights_alone(tmp_path: Path) -> None:
-    """`last_save_model_only`."""
+    """With `last_save_model_only`."""
     content = read_content(saved(tmp_path / "step-9", now, training=False))
     assert (content.step, content.updates, [*content.groups]) == (0, None, [PARAMETERS])
     main([str(tmp_path / "step-9"), str(tmp_path / "hf"), "--to", "hf", *config(tmp_path, LLAMA)])

@@ -38,7 +38,7 @@ STEPS, DONE, WARMUP = 20, 9, 4
 
 
 class Trained:
-    """What a trainer holds after a few steps of AdamW over a model's weights, its gradients drawn."""
+    """A trainer's state after a few steps of AdamW with random gradients."""
 
     def __init__(
         self, folder: Path, model: Any = LLAMA, schedule: str = "linear", warmup: int = WARMUP, rule: Any = None
@@ -67,7 +67,7 @@ class Trained:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def by_name(self) -> dict[str, Any]:
-        """The optimizer's state as FSDP gives it."""
+        """The optimizer's state as FSDP returns it."""
         names = list(self.parameters)
         order = [name for name in names if self.parameters[name].ndim >= 2]
         order += [name for name in names if name not in order]
@@ -77,7 +77,7 @@ class Trained:
 
 
 def huggingface(folder: Path, trained: Trained, binary: bool = False) -> Path:
-    """`checkpoint-9`, as the Trainer writes it."""
+    """`checkpoint-9` as the Trainer writes it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(trained.config)
     if binary:
@@ -94,7 +94,7 @@ def huggingface(folder: Path, trained: Trained, binary: bool = False) -> Path:
 
 
 def accelerate(folder: Path, trained: Trained) -> Path:
-    """What `save_state` writes of one process: no config.json."""
+    """A folder written by `save_state` in one process: no config.json."""
     huggingface(folder, trained)
     (folder / "optimizer.pt").rename(folder / "optimizer.bin")
     (folder / "scheduler.pt").rename(folder / "scheduler.bin")
@@ -110,7 +110,7 @@ def sharded(folder: Path, trained: Trained) -> Path:
     for name in ("model.safetensors", "optimizer.bin"):
         (folder / name).unlink()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is here
+        warnings.simplefilter("ignore")  # warns that there is no process group
         dcp.save({"model": trained.tensors}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
         dcp.save({"optimizer": trained.by_name()}, checkpoint_id=folder / "optimizer_0", no_dist=True)
     return folder
@@ -134,7 +134,7 @@ def config(folder: Path, **optimizer: Any) -> Path:
 
 
 def check_state(content: Content, trained: Trained) -> None:
-    """Weights and moments are those of their own parameter, to the bit."""
+    """Weights and moments match their own parameter to the bit."""
     assert content.groups[PARAMETERS].keys() == trained.parameters.keys()
     for name, p in trained.parameters.items():
         assert np.array_equal(content.groups[PARAMETERS][name].read(), p.detach().numpy()), name
@@ -151,7 +151,7 @@ def rates(content: Content, steps: range) -> list[float]:
 
 
 def scheduled(trained: Trained, steps: range) -> list[float]:
-    """The rates of their steps, counted from 1."""
+    """Learning rates of these steps, counted from 1."""
     (base, _), (rule, _) = trained.scheduler.base_lrs, trained.scheduler.lr_lambdas
     return [base * rule(step - 1) for step in steps]
 
@@ -185,7 +185,8 @@ def test_folder_of_accelerate(layout: Callable[..., Path], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
 def test_a_mixture(name: str, tmp_path: Path) -> None:
-    """Its optimizer numbers the parameters of transformers 5, whose experts are stacked; its files have each expert."""
+    """Its optimizer numbers the parameters of transformers 5, whose experts are stacked; its files hold single
+    experts."""
     transformers, model = importlib.import_module("transformers"), MODELS[name]
     content = content_of(model)
     folder = tmp_path / "checkpoint-7"
@@ -219,7 +220,7 @@ def test_a_mixture(name: str, tmp_path: Path) -> None:
 
 
 def test_a_half_of_a_sharded_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights alone name the optimizer beside them; an optimizer alone names its folder, which is read."""
+    """Weights alone mention the optimizer beside them; an optimizer alone names its folder, which works."""
     folder, model = sharded(tmp_path / "state", Trained(tmp_path)), str(config(tmp_path, name="adamw"))
     with pytest.raises(ConfigError, match=r"has no weights, .* optimizer alone; give its folder (\S+)") as error:
         main([str(folder / "optimizer_0"), str(tmp_path / "run"), "--model", model])
@@ -239,13 +240,13 @@ DAMAGED_GROUPS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("damage", DAMAGED_GROUPS)
 def test_a_damaged_group_of_a_sharded_optimizer(damage: str, tmp_path: Path) -> None:
-    """One message, whose advice leads to the weights."""
+    """One message, whose fix leads to the weights."""
     trained = Trained(tmp_path)
     folder, optimizer = sharded(tmp_path / "run", trained), trained.by_name()
     DAMAGED_GROUPS[damage](optimizer["param_groups"][0])
     shutil.rmtree(folder / "optimizer_0")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is here
+        warnings.simplefilter("ignore")  # warns that there is no process group
         dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "optimizer_0", no_dist=True)
     command = [str(folder), str(tmp_path / "out"), "--model", str(config(tmp_path))]
     with pytest.raises(
@@ -268,7 +269,7 @@ COPIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("key", COPIES)
 def test_a_second_copy_of_the_weights_is_named(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """fp32 masters beside bf16 weights, say."""
+    """For instance fp32 masters beside bf16 weights."""
     trained = Trained(tmp_path)
     half = {name: tensor.bfloat16() for name, tensor in trained.tensors.items()}
     torch.save({"model": half, key: COPIES[key](trained.tensors)}, tmp_path / "a.pt")
@@ -288,7 +289,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_checkpoints_names_the_last(tmp_path: Path) -> None:
-    """By its number: 10 comes after 9."""
+    """By number: 10 comes after 9."""
     trained = Trained(tmp_path)
     for name in ("checkpoint-9", "checkpoint-10"):
         huggingface(tmp_path / "output" / name, trained)
@@ -300,7 +301,7 @@ def test_a_folder_of_checkpoints_names_the_last(tmp_path: Path) -> None:
 
 
 def test_within_the_warm_up_no_schedule_is_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All shapes warm up alike: what comes after is not known yet."""
+    """All schedules warm up alike, so the shape is not known yet."""
     trained = Trained(tmp_path, warmup=12)
     folder = huggingface(tmp_path / "checkpoint-9", trained)
     now = trained.optimizer.param_groups[0]["lr"]
@@ -327,7 +328,7 @@ def test_weights_alone_name_the_state_beside_them(tmp_path: Path, capsys: pytest
 
 
 def test_weights_alone_are_a_checkpoint_too(tmp_path: Path) -> None:
-    """`save_only_model`: the step is known still."""
+    """With `save_only_model` the step is still known."""
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     (folder / "optimizer.pt").unlink()
     (folder / "scheduler.pt").unlink()
@@ -336,7 +337,7 @@ def test_weights_alone_are_a_checkpoint_too(tmp_path: Path) -> None:
 
 
 def test_another_order_of_the_optimizer_is_refused(tmp_path: Path) -> None:
-    """A planted mistake: moments of the wrong parameter do not fit."""
+    """Planted: moments of the wrong parameter have the wrong shape."""
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     state = torch.load(folder / "optimizer.pt", weights_only=True)
     entries = [*state["state"].values()]
@@ -357,7 +358,7 @@ def test_a_part_names_its_folder(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("linear", 4), ("cosine", 3), ("constant", 0)])
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_schedule_is_found(schedule: str, warmup: int, late: int, tmp_path: Path) -> None:
-    """Whether the rate was logged before the scheduler's step or after it."""
+    """Whether the rate is logged before the scheduler's step or after it."""
     trained = Trained(tmp_path, schedule=schedule, warmup=warmup)
     base, rule = trained.scheduler.base_lrs[0], trained.scheduler.lr_lambdas[0]
     rate = rule if schedule != "constant" else lambda k: 1.0
@@ -377,7 +378,7 @@ def test_another_schedule_is_not_taken_for_one(rule: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("key", "value"), [("global_step", "9"), ("global_step", -1), ("max_steps", 2.5)])
 def test_a_count_of_steps_that_is_none_is_refused(key: str, value: Any, tmp_path: Path) -> None:
-    """And what is advised gets further: the optimizer counted too."""
+    """The message's fix works: the optimizer counts steps too."""
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     file = folder / "trainer_state.json"
     file.write_text(json.dumps({"global_step": DONE, "max_steps": STEPS, key: value}))

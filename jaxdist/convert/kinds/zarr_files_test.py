@@ -1,4 +1,4 @@
-"""Arrays written as files of chunks, against TensorStore, which reads them."""
+"""Arrays written as files of chunks, read by TensorStore."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.mark.parametrize("shape", [(), (7,), (128256, 4096), (50257, 768), (16_000_003, 1), (3, 20_000_000), (0, 4)])
 def test_chunks_are_whole_rows(shape: tuple[int, ...]) -> None:
-    """Of CHUNK at most unless a row has more, and as even as can be: the last one is padded."""
+    """At most CHUNK bytes unless a row is larger, and as even as possible; the last one is padded."""
     chunk = rows_of(shape, BFLOAT16)
     assert chunk[1:] == shape[1:]
     if shape and shape[0]:
@@ -34,7 +34,7 @@ def test_chunks_are_whole_rows(shape: tuple[int, ...]) -> None:
 def test_tensorstore_reads_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], outer: int, dtype: Any
 ) -> None:
-    """Every number, also of an edge that is padded; the checksums are those of the files."""
+    """Every number, also from a padded edge; the checksums match the files."""
     dtype = np.dtype(dtype)
     monkeypatch.setattr(zarr_files, "CHUNK", 12 * dtype.itemsize)  # 4 rows of 3
     numbers: np.ndarray = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)

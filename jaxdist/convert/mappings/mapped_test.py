@@ -1,4 +1,4 @@
-"""A user's own model between Orbax and safetensors by a key mapping: to the bit, whole or not at all."""
+"""A user's model between Orbax and safetensors by a key mapping: complete and to the bit, or not at all."""
 
 import tracemalloc
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def save(path: Path, values: Any) -> Path:
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path, Path]:
-    """A checkpoint, another of the same tree, and the mapping."""
+    """A checkpoint, another one of the same tree, and the mapping."""
     MAPPING.save(tmp_path / "mapping.toml")
     return save(tmp_path / "ours", tree()), save(tmp_path / "like", tree(1)), tmp_path / "mapping.toml"
 
@@ -83,7 +83,7 @@ def test_there_and_back(target: str, files: tuple[Path, Path, Path], tmp_path: P
     save_file(tensors | {"counter": np.ones(1, np.int64)}, file, metadata={"format": "pt"})
     main([str(tmp_path / target), str(tmp_path / "back"), "--mapping", str(mapping), "--like", str(like)])
     wanted = tree()
-    wanted["params"]["steps"] = tree(1)["params"]["steps"]  # ours alone: as `like` has it
+    wanted["params"]["steps"] = tree(1)["params"]["steps"]  # ours alone: taken from `like`
     assert same(read_tree(tmp_path / "back"), wanted)
     with ocp.StandardCheckpointer() as reader:
         assert same(reader.restore(tmp_path / "back"), wanted)
@@ -91,7 +91,7 @@ def test_there_and_back(target: str, files: tuple[Path, Path, Path], tmp_path: P
 
 @pytest.mark.parametrize("name", ["x.pt", "x.ckpt", "x.bin", "x.pth", "x.safetensors"])
 def test_a_folder_is_not_named_as_a_file(name: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """A single file of safetensors is one."""
+    """A folder may not end in .safetensors, which names a single file."""
     ours, like, mapping = files
     main([str(ours), str(tmp_path / "theirs.safetensors"), "--mapping", str(mapping)])
     sources = [(tmp_path / "theirs.safetensors", ["--like", str(like)], "an Orbax checkpoint of a pytree")]
@@ -105,7 +105,7 @@ def test_a_folder_is_not_named_as_a_file(name: str, files: tuple[Path, Path, Pat
 
 @pytest.mark.parametrize("sealed", [".", "params"])
 def test_a_source_that_changed(sealed: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """A manifest of the tree, or of the checkpoint around it."""
+    """Against the manifest of the tree, or of the checkpoint around it."""
     ours, like, mapping = files
     theirs, again = tmp_path / "theirs.safetensors", tmp_path / "again"
     main([str(ours), str(theirs), "--mapping", str(mapping)])
@@ -151,7 +151,7 @@ def test_verify_reads_again(
     convert = Remapping.convert
 
     def changing(self: Remapping, *args: Any) -> dict[str, np.ndarray]:
-        """Each time another number."""
+        """Returns another number on each call."""
         found = convert(self, *args)
         for array in found.values():
             array.reshape(-1)[0] = next(numbers)
@@ -161,7 +161,7 @@ def test_verify_reads_again(
     monkeypatch.setattr(Remapping, "convert", changing)
     with pytest.raises(TrainingError, match="read again as other numbers; nothing is kept"):
         main([*arguments, "--force"])
-    assert (tmp_path / target).exists()  # the one before
+    assert (tmp_path / target).exists()  # the earlier one
 
 
 def test_a_config_that_does_not_come_again_is_kept(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_config_that_does_not_come_again_is_kept(files: tuple[Path, Path, Path
 
 
 def test_pieces_in_another_order(tmp_path: Path) -> None:
-    """The stream agrees with the arrays in memory where pieces of one array are others of the other's."""
+    """Streaming agrees with conversion in memory where each side has its own order of pieces."""
     rows = [Row("kv", "qkv", "reshape", (1, 6), part=part, chunk=(1 - part, 2)) for part in range(2)]
     mapping, ours = KeyMapping(tuple(rows)), {"kv": np.arange(12.0, dtype=np.float32).reshape(2, 6)}
     mapping.save(tmp_path / "mapping.toml")
@@ -207,7 +207,7 @@ def test_what_cannot_be_written(values: Any, says: str, more: list[str], tmp_pat
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways, as numpy counts it; and where all is there at once, it is seen."""
+    """Both ways, as counted by numpy; loading everything at once exceeds the bound."""
     values = {f"l_{i}": {"kernel": np.full((600, 600), i, np.float32)} for i in range(24)}
     mapping = KeyMapping((Row("l_{layer}.kernel", "l.{layer}.weight", "transpose"),))
     mapping.save(tmp_path / "mapping.toml")
@@ -215,7 +215,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, monkeypatch: py
     there = [str(tmp_path / "ours"), str(tmp_path / "theirs"), "--mapping", str(tmp_path / "mapping.toml")]
     back = [there[1], str(tmp_path / "back"), *there[2:], "--like", there[0]]
     for arguments in there, back:
-        main(arguments)  # imports count too
+        main(arguments)  # imports allocate too
     monkeypatch.setattr(stream, "AHEAD", 0)
     size = 600 * 600 * 4
 
@@ -255,7 +255,7 @@ def test_whatever_orbax_wrote(kind: str, tmp_path: Path) -> None:
 
 
 def test_names_of_trees() -> None:
-    """What all names have around them is left out, and what only some have is kept; the leaves find their way back."""
+    """A prefix that all names share is stripped, others are kept; leaves return to their places."""
     both = {"params": {"a": [1, 2]}, "batch_stats": {"m": 3}}
     assert flatten(both) == {"batch_stats.m": 3, "params.a.0": 1, "params.a.1": 2}
     assert list(flatten(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))))) == ["bias", "kernel"]

@@ -1,4 +1,4 @@
-"""Suggested mappings are right or say where they may not be; arrays and files survive; errors name the fix."""
+"""Suggested mappings are right or marked as unsure; arrays and files survive; errors name the fix."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ D, H, C, F, L = 12, 3, 4, 20, 3
 
 
 def vit(names: Mapping[str, str], layer: str, stacked: bool = False) -> dict[str, Shape]:
-    """A Flax ViT's parameters, sorted as a pytree is. `names` are those of the parts that differ between codebases."""
+    """A Flax ViT's parameters, sorted as a pytree is. `names` are the parts that differ between codebases."""
     attention, mlp, first, second, position = (names[k] for k in ("attention", "mlp", "first", "second", "position"))
     dense: dict[str, tuple[Shape, Shape]] = {f"{attention}.{q}": ((D, H, C), (H, C)) for q in ("query", "key", "value")}
     dense |= {f"{attention}.out": ((H, C, D), (D,)), f"{mlp}.Dense_0": ((D, F), (F,))}
@@ -100,7 +100,7 @@ def found_in(suggestion: Suggestion, ours: Shapes) -> dict[str, tuple[str, str]]
 
 
 def wrong_and_sure(suggestion: Suggestion, ours: Shapes, right: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Tensors of theirs whose row is wrong and not said to be unsure."""
+    """Tensors of theirs whose row is wrong but not marked as unsure."""
     sure = [p for p in suggestion.mapping.pairs(ours) if p.row not in suggestion.unsure]
     return [p.theirs for p in sure if right.get(p.theirs) != (p.ours, p.row.transform)]
 
@@ -108,7 +108,7 @@ def wrong_and_sure(suggestion: Suggestion, ours: Shapes, right: Mapping[str, tup
 class TestSuggestion:
     @pytest.mark.parametrize("name", VITS)
     def test_vit(self, name: str, torch_vit: Shapes, tmp_path: Path) -> None:
-        """Three codebases' names of a Flax ViT: mapped in full, with nothing to edit and nothing to ask."""
+        """Three codebases' names of a Flax ViT: mapped completely, with nothing to edit or confirm."""
         names, ours = VITS[name]
         suggestion = suggest(ours, torch_vit)
         block = "Transformer.encoderblock" + ("" if "scanned" in name else "_{}")
@@ -121,7 +121,7 @@ class TestSuggestion:
 
     @pytest.mark.parametrize("name", [n for n, model in MODELS.items() if not isinstance(model, Mixture)])
     def test_our_families(self, name: str) -> None:
-        """What is wrong, as GPT-2's joined projections must be, is said to be unsure."""
+        """Wrong rows, such as GPT-2's fused projections, are marked as unsure."""
         transformers = pytest.importorskip("transformers")
         model, class_name = MODELS[name], name.split()[0]
         config_class = class_name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
@@ -142,7 +142,7 @@ class TestSuggestion:
         }
 
     def test_square_matrices(self) -> None:
-        """Dense kernels are transposed, embeddings are not, and a name that says neither is a question."""
+        """Dense kernels are transposed, embeddings are not, and a name that suggests neither is unsure."""
         ours = {"a.kernel": (6, 6), "embed.embedding": (6, 6), "b.w": (6, 6)}
         theirs = {"a.weight": (6, 6), "embed.weight": (6, 6), "b.weight": (6, 6)}
         suggestion = suggest(ours, theirs)
@@ -150,8 +150,8 @@ class TestSuggestion:
         assert transforms == {"a.kernel": "transpose", "embed.embedding": "same", "b.w": "transpose"}
         assert {row.ours for row in suggestion.unsure} == {"b.w"}
 
-    def test_what_other_matrices_show(self) -> None:
-        """Kernels that are (in, out) in torch too, as Conv1D's: a square one follows them, with a question."""
+    def test_square_matrices_follow_the_others(self) -> None:
+        """If kernels are (in, out) in torch too, like Conv1D's, a square one follows them, marked as unsure."""
         ours = {"up.kernel": (4, 6), "out.kernel": (4, 4)}
         theirs = {"up.weight": (4, 6), "out.weight": (4, 4)}
         suggestion = suggest(ours, theirs)
@@ -213,8 +213,8 @@ class TestTransforms:
         if name not in ("same", "reshape", "heads_bias", "outputs_first", "outputs_grouped", "inputs_last"):
             assert there.tobytes() != array.tobytes()
 
-    def test_what_torch_computes(self) -> None:
-        """Each transform against the operation that it is for, in torch."""
+    def test_transforms_agree_with_torch(self) -> None:
+        """Each transform against torch's operation."""
         torch = pytest.importorskip("torch")
         random = np.random.default_rng(0)
 
@@ -241,7 +241,7 @@ class TestTransforms:
     @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex128])
     @pytest.mark.parametrize("turned", [False, True])
     def test_copies_in_blocks(self, turned: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A matrix of several blocks and a rest, either of the two turned."""
+        """A matrix of several blocks and a remainder, either side transposed."""
         monkeypatch.setattr(atoms, "BLOCK", 3 * np.dtype(dtype).itemsize)
         of = np.arange(7 * 11).astype(dtype).reshape(7, 11)
         to = np.zeros((11, 7), dtype)
@@ -330,7 +330,7 @@ FUSED_OURS = {"layers.kv.w": (L, 2, H, D, C)} | {
 
 
 class TestPieces:
-    """What is one array on one side and several on the other: openpi's kv_einsum, torch's MultiheadAttention."""
+    """One array on one side, several on the other: openpi's kv_einsum, torch's MultiheadAttention."""
 
     def test_there_and_back_to_the_bit(self, tmp_path: Path) -> None:
         random = np.random.default_rng(0)
@@ -351,7 +351,7 @@ class TestPieces:
         assert back.keys() == ours.keys() and all(np.array_equal(back[name], ours[name]) for name in ours)
 
     def test_they_are_suggested(self) -> None:
-        """Gemma's attention and MLP as openpi has them, scanned, and torch's MultiheadAttention."""
+        """Gemma's attention and MLP as in openpi, scanned, and torch's MultiheadAttention."""
         K = 2
         ours = {
             "layers.attn.attn_vec_einsum.w": (L, H, C, D), "layers.attn.kv_einsum.w": (L, 2, K, D, C),
@@ -375,7 +375,7 @@ class TestPieces:
         assert {row for row in found.mapping.rows if row.part is not None} <= found.unsure.keys()
         found.mapping.check(ours, theirs)
 
-        split: dict[str, Shape] = {f"{name}.{leaf}": shape for name in ("key", "query", "value")  # as trees are sorted
+        split: dict[str, Shape] = {f"{name}.{leaf}": shape for name in ("key", "query", "value")  # sorted like a tree
                 for leaf, shape in (("kernel", (D, H, C)), ("bias", (H, C)))}  # fmt: skip
         fused: dict[str, Shape] = {"in_proj_weight": (3 * H * C, D), "in_proj_bias": (3 * H * C,)}
         found = suggest(split, fused)
@@ -385,7 +385,7 @@ class TestPieces:
         found.mapping.check(split, fused)
 
     def test_an_axis_that_is_no_part_is_not_taken(self) -> None:
-        """Three entries along the second axis are none along the first, the only one that a row can name."""
+        """Three entries along the second axis are not pieces: rows split along the first alone."""
         found = suggest({"qkv": (16, 3, 8)}, {f"{name}.weight": (8, 16) for name in ("q", "k", "v")})
         assert found.ours_left == ("qkv",) and found.mapping.rows == ()
 

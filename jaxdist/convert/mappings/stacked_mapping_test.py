@@ -1,4 +1,4 @@
-"""Key mappings of models whose layers are stacked along some axis, and the shipped ones for MaxText."""
+"""Key mappings of models with layers stacked along some axis, and the shipped mappings for MaxText and Levanter."""
 
 import re
 import tomllib
@@ -35,14 +35,14 @@ def hf_tensors(seed: int = 0, biases: bool = False) -> Arrays:
 
 
 def neighbours(heads: np.ndarray) -> np.ndarray:
-    """[D, H, C] with the halves of a head dealt in turns, as rotary embeddings of neighbouring numbers want them."""
+    """[D, H, C] with the halves of a head interleaved, as rotary embeddings of neighbouring pairs need them."""
     dealt = np.empty_like(heads)
     dealt[..., ::2], dealt[..., 1::2] = np.split(heads, 2, axis=-1)
     return dealt
 
 
 def maxtext(tensors: Arrays, axis: int | None = 1, pairs: bool = False, tied: bool = False) -> Any:
-    """The same weights as MaxText keeps them, layers along an axis, or each by itself."""
+    """The same weights in MaxText's layout, with layers along an axis, or separate."""
     deal = neighbours if pairs else np.asarray
 
     def block(i: int) -> Arrays:
@@ -111,7 +111,7 @@ def state(tree: Any) -> Any:
 def test_shipped_mappings(
     name: str, options: Any, around: Callable[[Any], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """MaxText's weights become Hugging Face's, whatever training state lies around them, and come back."""
+    """MaxText's weights become Hugging Face's, for any training state around them, and come back."""
     tensors = hf_tensors()
     if options.get("tied"):
         del tensors["lm_head.weight"]
@@ -160,7 +160,7 @@ def lacking(*names: str) -> Any:
     ids=["state", "bare", "two", "whole moments", "another name", "the first", "unscanned", "none"],
 )
 def test_tensors_that_a_state_lacks_are_named(tree: Any, says: str, tmp_path: Path) -> None:
-    """As in the file, and not in the moments, which may have them."""
+    """Named as in the file, and not found among the moments instead."""
     with pytest.raises(ConfigError, match=rf"maxtext.toml: {says}"):
         main([saved(tmp_path / "source", tree), str(tmp_path / "out"), "--mapping", "maxtext"])
 
@@ -203,7 +203,7 @@ def leaves(tree: Any) -> list[np.ndarray]:
 
 
 def levanter(tensors: Arrays) -> Arrays:
-    """The same weights as Levanter keeps them: stacked, outputs first, queries by groups of kv heads."""
+    """The same weights in Levanter's layout: stacked, outputs first, queries by groups of kv heads."""
 
     def stack(name: str, *shape: int) -> np.ndarray:
         return np.stack([tensors[f"model.layers.{i}.{name}.weight"].reshape(shape) for i in range(L)])
@@ -229,7 +229,7 @@ def levanter(tensors: Arrays) -> Arrays:
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 @pytest.mark.parametrize("one_file", [False, True], ids=["folders", "ocdbt"])
 def test_levanter(driver: str, one_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its arrays, in folders of their own or in one database, become Hugging Face's."""
+    """Its arrays, in separate folders or in one database, become Hugging Face's."""
     source, tensors = tmp_path / "step-3", hf_tensors()
     base = {"driver": "file", "path": f"{source}/"}
     for name, array in levanter(tensors).items():
@@ -248,7 +248,7 @@ def test_levanter(driver: str, one_file: bool, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_shipped_mapping_of_the_wrong_rotation_gives_other_queries(tmp_path: Path) -> None:
-    """So the comparison above sees it."""
+    """Shows that the comparison above can fail."""
     source = saved(tmp_path / "source", maxtext(hf_tensors(), pairs=True))
     main([source, str(tmp_path / "out"), "--mapping", "maxtext"])
     query = "model.layers.1.self_attn.q_proj.weight"
@@ -277,7 +277,7 @@ def stacked(axis: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_that_disagree_on_the_number_of_layers(axis: int, tmp_path: Path) -> None:
-    """The axis that the message names is the right one; followed literally, the mapping is accepted."""
+    """The message names the right axis; with it the mapping is accepted."""
     wrong = 1 - axis
     rows = [Row(*row, axis=wrong) for row in ROWS]
     with pytest.raises(ConfigError, match=r"rows disagree on the number of layers model.layers.\{layer\}: ") as error:
@@ -315,7 +315,7 @@ def test_other_stacks_that_disagree(shapes: dict[str, Any], says: str) -> None:
     ("numbers", "says"), [((0, 1, 3), "but no h.2. Give"), ((1, 2), "but no h.0. Give"), ((0, 9), "but no h.1, h.2, ")]
 )
 def test_layers_that_are_missing(numbers: tuple[int, ...], says: str) -> None:
-    """Written out one by one, as the message says, the same layers are accepted."""
+    """Written as one row per layer, as the message says, the same layers are accepted."""
     shapes = {f"b_{i}": (D,) for i in numbers}
     with pytest.raises(ConfigError, match=says):
         KeyMapping((Row("b_{layer}", "h.{layer}.b"),)).pairs(shapes)
@@ -328,7 +328,7 @@ def test_layers_that_are_of_two_kinds_in_turns_or_counted_from_one_are_whole() -
 
 
 def test_suggested_rows_of_layers_with_a_gap_are_accepted() -> None:
-    """As the Linear layers of a Sequential, between which others have no parameters."""
+    """For instance Linear layers of a Sequential with parameterless ones between."""
     names = [f"net.{i}.weight" for i in (0, 2, 4)]
     rows = suggest(dict.fromkeys(names, (D, F)), dict.fromkeys(names, (D, F))).mapping.rows
     assert sorted(row.ours for row in rows) == names
@@ -377,8 +377,8 @@ def test_an_axis_without_a_stack(tmp_path: Path) -> None:
         KeyMapping((Row("w", "w", axis=1),))
 
 
-def test_verify_says_what_it_did_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --like, names and shapes of another model are compared; a mapping cannot vouch for itself."""
+def test_verify_lists_what_it_did_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--like compares names and shapes with another model; nothing verifies the mapping itself."""
     source = saved(tmp_path / "source", maxtext(hf_tensors()))
     main([source, str(tmp_path / "out"), "--mapping", "maxtext", "--verify"])
     assert "not verified: whether the mapping is right" in capsys.readouterr().out
@@ -394,23 +394,25 @@ def test_verify_says_what_it_did_not_compare(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("shape", [(D, D, F), (L, D, D)], ids=["axes alike", "square matrices"])
-def test_verify_names_what_shapes_do_not_tell(shape: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many layers as rows, or square matrices: a wrong axis or transform has the same shapes."""
+def test_verify_names_rows_that_shapes_do_not_check(
+    shape: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With as many layers as rows, or square matrices, a wrong axis or transform keeps the shapes."""
     source = saved(tmp_path / "source", {"b": {"w": np.ones(shape, np.float32)}, "n": np.ones(3, np.float32)})
     row, other = Row("b.w", "l.{layer}.w", "transpose"), Row("n", "n")
     KeyMapping((row, other)).save(tmp_path / "m.toml")
     main([source, str(tmp_path / "out"), "--mapping", str(tmp_path / "m.toml"), "--verify"])
-    said = "not verified: axis and transform of 1 parameters, b.w first"
-    assert said in capsys.readouterr().out
+    message = "not verified: axis and transform of 1 parameters, b.w first"
+    assert message in capsys.readouterr().out
     like = ["--like", str(tmp_path / "out")]
     main([source, str(tmp_path / "again"), "--mapping", str(tmp_path / "m.toml"), "--verify", *like])
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("head", [64, 128, 96])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_a_scale_is_rounded_once(head: int, dtype: Any) -> None:
-    """As MaxText's converter does: in float32, and then to the dtype. Exact for a power of four, there and back."""
+    """As in MaxText's converter: float32, then the dtype. Exact both ways for a power of four."""
     mapping = KeyMapping((Row("w", "w", scale="sqrt_last"),))
     ours: Any = np.random.default_rng(0).normal(size=(100, head)).astype(dtype)
     theirs: Any = mapping.to_theirs({"w": ours})["w"]
@@ -426,7 +428,7 @@ def test_a_scale_is_rounded_once(head: int, dtype: Any) -> None:
 
 
 def test_a_scale_is_that_of_a_layer() -> None:
-    """Where layers lie along the last axis, the size that counts is that of the one before."""
+    """With layers along the last axis, the scale uses the axis before."""
     mapping = KeyMapping((Row("w", "l.{layer}.w", axis=1, scale="sqrt_last"),))
     assert np.array_equal(mapping.to_theirs({"w": np.ones((16, 3), np.float32)})["l.2.w"], np.full(16, 4, np.float32))
 

@@ -1,4 +1,4 @@
-"""A loss scale of a training script's own continues, and comes back under the key that it had."""
+"""A training script's loss scale continues, and comes back under its key."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 MODEL = MODELS["Qwen2ForCausalLM"]
 RULE = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
-# Key in a script's file -> the scaler's state, from a scale and its count of good steps.
+# key in a script's file -> the scaler's state, from a scale and its count of good steps
 SCALER_STATES: dict[str, Callable[[float, int], dict[str, Any]]] = {
     "scaler": lambda scale, good: {"scale": scale} | RULE | {"_growth_tracker": good},
     "amp": lambda scale, good: {"loss_scaler0": {"loss_scale": scale, "unskipped": good}},
@@ -29,7 +29,7 @@ SCALER_STATES: dict[str, Callable[[float, int], dict[str, Any]]] = {
 
 
 def script(folder: Path, **parts: Any) -> Path:
-    """A training script's file, with the config.json of its model beside it."""
+    """A training script's file with its model's config.json beside it."""
     (folder / "config.json").write_text(json.dumps(to_settings(MODEL, "float32")))
     written(folder / "a.pt", "torch", content_of(MODEL))
     tree = torch.load(folder / "a.pt", weights_only=True)
@@ -39,7 +39,7 @@ def script(folder: Path, **parts: Any) -> Path:
 
 
 def config(folder: Path, policy: str) -> list[str]:
-    """What gives the model in another precision."""
+    """Arguments that give the model in another precision."""
     values = experiment_for(MODEL.model_dump(), "test").model_dump(exclude_none=True)
     experiment = Experiment.parse(values | {"precision": {"policy": policy}}, "test")
     (folder / "given.toml").write_text(experiment.to_toml())
@@ -50,7 +50,7 @@ def config(folder: Path, policy: str) -> list[str]:
 @pytest.mark.parametrize("policy", often(["", "fp16"], ["fp16"]))
 @pytest.mark.parametrize("key", SCALER_STATES)
 def test_it_goes_on_by_its_own_rule(key: str, policy: str, tmp_path: Path) -> None:
-    """Also where --model has another; Apex's is GradScaler's default."""
+    """Also where --model has another rule; Apex's is GradScaler's default."""
     file = script(tmp_path, **{key: SCALER_STATES[key](1024.0, 3)})
     main([str(file), str(tmp_path / "run"), *(config(tmp_path, policy) if policy else []), "--verify"])
     found = orbax_files.read_content(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""One optimizer has one schedule, whatever it is saved in: a torch file, a folder of Accelerate, a DCP, DeepSpeed's."""
+"""An optimizer has the same schedule from any kind of file: torch file, Accelerate folder, DCP, DeepSpeed."""
 
 import importlib
 import math
@@ -33,12 +33,12 @@ PEAK, LEAST, STEPS = 3e-4, 3e-5, 200
 
 
 def cosine(step: int) -> float:
-    """torch's CosineAnnealingLR at a step of ours, counted from 1."""
+    """torch's CosineAnnealingLR at our step, counted from 1."""
     return LEAST + (PEAK - LEAST) * (1 + math.cos(math.pi * (step - 1) / STEPS)) / 2
 
 
 class Saved(NamedTuple):
-    """What a loop has of learning rates: settings of its groups, the state of its scheduler."""
+    """A loop's learning rates: settings of its groups, and its scheduler's state."""
 
     group: dict[str, Any]
     scheduler: dict[str, Any]
@@ -51,7 +51,7 @@ COSINE = Saved({"lr": cosine(DONE + 1), "initial_lr": PEAK}, COUNTERS | {"T_max"
 
 
 def tree(folder: Path, saved: Saved) -> dict[str, Any]:
-    """Model and optimizer, as a script saves them."""
+    """Model and optimizer as a script saves them."""
     found: dict[str, Any] = torch.load(written(folder / "a.pt", "torch", content_of(LLAMA)), weights_only=True)
     for entry in found["optimizer"]["state"].values():
         entry["step"] = torch.tensor(float(DONE))
@@ -92,7 +92,7 @@ def distributed(folder: Path, saved: Saved) -> Path:
     }  # fmt: skip
     made = {"model": found["model"], "optimizer": entries, "train_state": {"step": torch.tensor(DONE)}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is here
+        warnings.simplefilter("ignore")  # warns that there is no process group
         scheduler = {"lr_scheduler": saved.scheduler} if saved.scheduler else {}
         dcp.save(made | scheduler, checkpoint_id=folder / "step", no_dist=True)
     return folder / "step"
@@ -112,7 +112,7 @@ SOURCES: tuple[Save, ...] = (file, accelerate, distributed, zero)
 
 
 def model(**schedule: Any) -> Experiment:
-    """What --model has: a model section, and a schedule if one is given."""
+    """Content of --model: a model section, and a schedule if one is given."""
     values = experiment_for(LLAMA.model_dump(), "test").model_dump(exclude_unset=True)
     return Experiment.parse(values | ({"optimizer": schedule, "train": {"steps": STEPS}} if schedule else {}), "test")
 
@@ -128,8 +128,8 @@ def next_rates(content: Content) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("save", SOURCES)
-def test_without_a_rule_the_rate_of_now_stays(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And it is said, whether there is a scheduler or none."""
+def test_without_a_rule_the_current_rate_stays(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """This is reported, with or without a scheduler."""
     for saved, reason in ((ALONE, "it has no schedule"), (LAMBDA, "the rule of its scheduler is not in it")):
         (folder := tmp_path / reason).mkdir()
         content = read_content(save(folder, saved), model())
@@ -148,10 +148,8 @@ SHAPE = {"warmup": 1, "decay": "cosine", "decay_steps": STEPS + 1, "final": LEAS
 
 @pytest.mark.long
 @pytest.mark.parametrize("save", often(SOURCES, [file, distributed]))
-def test_a_given_schedule_decides_the_rates_to_come(
-    save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Kept where it has the current rate, refused where it has another, of the groups' own peak where they tell it."""
+def test_a_given_schedule_sets_later_rates(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kept if it has the current rate, refused otherwise; with the groups' peak where they have one."""
     right = [cosine(step) for step in range(DONE + 1, STEPS + 1, 9)]
     given = model(learning_rate=PEAK, **SHAPE)
     for name, group, peak in (
@@ -174,7 +172,7 @@ def test_a_given_schedule_decides_the_rates_to_come(
 @pytest.mark.long
 @pytest.mark.parametrize("save", SOURCES)
 def test_the_flag_that_the_message_names_leads_on(save: Save, tmp_path: Path) -> None:
-    """By the command, for every kind whose optimizer is torch's."""
+    """By the command, for every kind with an optimizer of torch's."""
     source, config = save(tmp_path, ALONE), tmp_path / "model.toml"
     given = model(learning_rate=PEAK, **SHAPE).model_dump(exclude_unset=True)
     config.write_text(tomli_w.dumps(given))
@@ -187,7 +185,7 @@ def test_the_flag_that_the_message_names_leads_on(save: Save, tmp_path: Path) ->
 
 
 def test_the_flag_without_a_schedule_is_refused(tmp_path: Path) -> None:
-    """And of a kind that has no such optimizer."""
+    """Also for a kind without such an optimizer."""
     source = file(tmp_path, LAMBDA)
     with pytest.raises(ConfigError, match=r"--peak schedule: .* has no schedule that can be read; give one by --model"):
         read_content(source, model(), peak="schedule")
@@ -220,7 +218,7 @@ def ungrouped(folder: Path, saved: Saved, grouped: Callable[[Path, Saved], dict[
 def test_settings_that_no_group_states_are_reported(
     save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line, with the values that continue: those of --model and its defaults."""
+    """One line with the values used instead, from --model and its defaults."""
     with monkeypatch.context() as patched:
         patched.setitem(globals(), "tree", ungrouped)
         source = save(tmp_path, ALONE)

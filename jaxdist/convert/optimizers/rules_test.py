@@ -60,7 +60,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", often(["adafactor", "muon"], ["muon"]))
 def test_states_of_experts(name: str, tmp_path: Path) -> None:
-    """They are a stack in ours and in torch_ref, and one by one in Hugging Face's files."""
+    """Stacked in jaxdist and torch_ref, separate in Hugging Face's files."""
     first = written(tmp_path / "first", "orbax", content_of(MODELS["MixtralForCausalLM"], name=name))
     main([str(first), str(tmp_path / "dcp"), "--to", "dcp"])
     main([str(tmp_path / "dcp"), str(tmp_path / "file.pt")])
@@ -70,7 +70,7 @@ def test_states_of_experts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_factors_of_convolutions(tmp_path: Path) -> None:
-    """torch's are of the last two dimensions of [O, I, Y, X], which are our first of [Y, X, I, O]."""
+    """torch factors the last two dimensions of [O, I, Y, X], the first two of our [Y, X, I, O]."""
     content = content_of(IMAGES, name="adafactor")
     stem = content.groups["row_var"]["stem.conv.kernel"].shape
     first = written(tmp_path / "first", "orbax", content)
@@ -84,7 +84,7 @@ def test_factors_of_convolutions(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_factors_of_fused_matrices_are_refused(tmp_path: Path) -> None:
-    """Hugging Face's GPT-2 has query, key and value as one matrix: the means over its columns are of all three."""
+    """Hugging Face's GPT-2 fuses query, key and value: column means mix all three."""
     first = written(tmp_path / "first", "orbax", content_of(MODELS["GPT2LMHeadModel"], name="adafactor"))
     with pytest.raises(
         ConfigError, match=r"col_var of transformer.h.\{layer\}.attn.c_attn.weight|row_var of transformer"
@@ -97,7 +97,7 @@ def test_factors_of_fused_matrices_are_refused(tmp_path: Path) -> None:
 
 
 def module_of(file: Path) -> Any:
-    """A module with the parameters of a torch file."""
+    """A module with a torch file's parameters."""
     module = torch.nn.Module()
     for name, tensor in torch.load(file, weights_only=True)["model"].items():
         module.register_parameter(name.replace(".", "-"), torch.nn.Parameter(tensor))
@@ -128,7 +128,7 @@ def test_torch_takes_a_state(name: str, tmp_path: Path) -> None:
 
 
 def script(file: Path, build: Any, folder: Path) -> Any:
-    """What a training script saved after two steps."""
+    """A training script's file after two steps."""
     module = module_of(written(folder / "weights.pt", "torch", content_of(MODEL)))
     names = {parameter: name.replace("-", ".") for name, parameter in module.named_parameters()}
     optimizer = build([(names[p], p) for p in module.parameters()])
@@ -144,7 +144,7 @@ def script(file: Path, build: Any, folder: Path) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("name", often(CLASSES, ["adam with decay", "sgd"]))
 def test_a_script_gets_its_own_back(name: str, tmp_path: Path) -> None:
-    """And trains in a run of its rule until then."""
+    """Through a run whose optimizer has the same settings."""
     saved = script(tmp_path / "a.pt", CLASSES[name], tmp_path)
     config = tmp_path / "model.toml"
     experiment = KINDS["torch"].format.read_content(tmp_path / "weights.pt").experiment
@@ -178,7 +178,7 @@ def config_of(folder: Path, **optimizer: Any) -> Path:
 
 
 def test_a_config_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    """Not what it lacks is dropped, nor what it wants made up."""
+    """Neither is extra state dropped nor missing state invented."""
     first = written(tmp_path / "first", "orbax", content_of(MODEL, **OPTIMIZERS["lion"]))
     with pytest.raises(ConfigError, match=r"its optimizer keeps ema, exp_avg, where optimizer.name = sgd"):
         main([str(first), str(tmp_path / "b"), "--to", "dcp", "--model", str(config_of(tmp_path, name="sgd"))])

@@ -1,4 +1,5 @@
-"""training_args.bin of transformers' Trainer: batch, clip, precision and schedule, of a pickle that is not executed."""
+"""training_args.bin of transformers' Trainer: batch, clip, precision and schedule from a pickle that is not
+executed."""
 
 import importlib
 import os
@@ -20,7 +21,7 @@ FUTURE = range(DONE + 1, STEPS + 1)
 
 
 def arguments(folder: Path, schedule: str = "linear", **values: Any) -> Path:
-    """The file as a Trainer writes it, an object with what its dataclass has, enums, a device and objects among it."""
+    """The file as a Trainer writes it: an object with its dataclass' fields, including enums, a device and objects."""
     found = object.__new__(transformers.TrainingArguments)
     found.__dict__ |= {
         "output_dir": "out", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": STEPS,
@@ -42,7 +43,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_schedule_that_was_asked_for_goes_on(kind: str, tmp_path: Path) -> None:
-    """Also where nothing was logged, and where the warm-up is a share of the steps."""
+    """Also without a log, and with warm-up as a share of the steps."""
     trained = Trained(tmp_path, schedule=kind, rule=SCHEDULES[kind])
     trained.log = []
     folder = arguments(
@@ -51,11 +52,11 @@ def test_the_schedule_that_was_asked_for_goes_on(kind: str, tmp_path: Path) -> N
     )  # fmt: skip
     found = KINDS["trainer"].format.read_content(folder)
     assert rates(found, FUTURE) == pytest.approx(scheduled(trained, FUTURE), rel=1e-6)
-    assert rates(found, FUTURE)[0] > rates(found, FUTURE)[-1] > 0  # a planted constant would be seen
+    assert rates(found, FUTURE)[0] > rates(found, FUTURE)[-1] > 0  # a constant schedule would fail here
 
 
 def test_batch_clip_and_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two processes: each has a state of its random numbers."""
+    """From two processes, each with a state of its random numbers."""
     folder = arguments(huggingface(tmp_path / "checkpoint-9", Trained(tmp_path)), bf16=True)
     for rank in range(2):
         (folder / f"rng_state_{rank}.pth").write_bytes(b"")
@@ -73,15 +74,16 @@ def test_the_precision_of_the_arguments(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Arguments that transformers made itself. Without scaler.pt the loss scale is GradScaler's first one."""
-    monkeypatch.setattr(transformers.TrainingArguments, "_setup_devices", torch.device("cpu"))  # asks for accelerate
+    """Arguments made by transformers. Without scaler.pt the loss scale is GradScaler's initial one."""
+    # the original requires accelerate
+    monkeypatch.setattr(transformers.TrainingArguments, "_setup_devices", torch.device("cpu"))
     trained = Trained(tmp_path)
     folder = huggingface(tmp_path / "checkpoint-9", trained)
     half = {policy: True} if policy != "fp32" else {}
     made = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=STEPS, use_cpu=True, **half)
     torch.save(made, folder / trainer_arguments.FILE)
     found = KINDS["trainer"].format.read_content(folder)
-    assert found.experiment.precision == Precision.model_validate({"policy": policy})  # its dtypes and scale too
+    assert found.experiment.precision == Precision.model_validate({"policy": policy})  # including its dtypes and scale
     assert (found.scaling and float(found.scaling.scale)) == scale
     assert ("clip 1.0, fp16" in capsys.readouterr().out) == (policy == "fp16")
 
@@ -107,8 +109,8 @@ def test_what_does_not_go_on_is_named(
     assert says in capsys.readouterr().out
 
 
-def test_a_model_that_is_given_is_completed(tmp_path: Path) -> None:
-    """Without config.json: what --model does not set is what the Trainer was told, and what it sets is not."""
+def test_a_given_model_is_completed(tmp_path: Path) -> None:
+    """Without config.json: the Trainer's arguments fill what --model leaves out."""
     folder = arguments(huggingface(tmp_path / "checkpoint-9", Trained(tmp_path)))
     whole = KINDS["trainer"].format.read_content(folder).experiment
     (folder / "config.json").unlink()
@@ -119,7 +121,7 @@ def test_a_model_that_is_given_is_completed(tmp_path: Path) -> None:
 
 
 def test_another_scheduler_than_the_arguments_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A Trainer may be given one; the rates that it logged tell it then."""
+    """A Trainer may be given its own; the logged rates then decide."""
     trained = Trained(tmp_path, schedule="cosine")
     folder = arguments(huggingface(tmp_path / "checkpoint-9", trained), "linear")
     assert rates(KINDS["trainer"].format.read_content(folder), FUTURE) == pytest.approx(
@@ -148,7 +150,7 @@ class Evil:
 
 
 def test_nothing_of_the_pickle_is_called(tmp_path: Path) -> None:
-    """And what is not a plain value of its type is not taken."""
+    """Values other than plain ones of their type are ignored."""
     folder = arguments(tmp_path, max_grad_norm=Evil(tmp_path / "evil"), gradient_accumulation_steps="4", other=Evil)
     found = trainer_arguments.read(folder)
     assert found["learning_rate"] == 2e-3 and not {"max_grad_norm", "gradient_accumulation_steps", "other"} & {*found}

@@ -1,4 +1,4 @@
-"""Optimizers of other rules than jaxdist's are refused by their names, and none is taken for another rule."""
+"""Unsupported optimizers are refused by name, and none is taken for another rule."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxdist.convert.kinds.formats_test import content_of, tensors, written
 from jaxdist.convert.optimizers.rules_test import MODEL, config_of, script
 
 torch = pytest.importorskip("torch", reason="torch files need torch: pip install 'jaxdist[torch]'")
-rule_of = pytest.importorskip("jaxdist.convert.optimizers.rules").rule_of  # it imports torch
+rule_of = pytest.importorskip("jaxdist.convert.optimizers.rules").rule_of  # imports torch
 
 OTHERS: dict[str, Callable[[Any], Any]] = {
     "Adadelta": torch.optim.Adadelta,
@@ -28,7 +28,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 
 
 def saved(build: Callable[[Any], Any]) -> tuple[set[str], list[dict[str, Any]]]:
-    """What it keeps of a parameter after a step, and its groups."""
+    """State of a parameter after a step, and the optimizer's groups."""
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = build([parameter])
     parameter.grad = torch.ones(2, 3)
@@ -43,7 +43,7 @@ def test_another_rule_is_refused_by_its_name(name: str) -> None:
     says = f"its optimizer is {name}, .*; take the weights alone, --to hf"
     with pytest.raises(ConfigError, match=says):
         rule_of("a.pt", kept, groups)
-    if name != "RAdam":  # its state is Adam's
+    if name != "RAdam":  # its state is like Adam's
         with pytest.raises(ConfigError, match=says):
             rule_of("a.pt", kept, [])
     if name != "Adamax":  # its groups are like others'
@@ -63,7 +63,7 @@ def test_another_rule_is_refused_by_its_name(name: str) -> None:
     ],
 )
 def test_a_rule_with_the_state_of_another(name: str, kept: list[str], settings: dict[str, Any]) -> None:
-    """Only the settings of its groups tell it from AdamW, or from SGD."""
+    """Only the groups' settings distinguish it from AdamW or SGD."""
     with pytest.raises(ConfigError, match=f"its optimizer is {name}, a rule that jaxdist does not have"):
         rule_of("a.pt", kept, [{"lr": 1e-3, "betas": (0.9, 0.999), **settings}])
 
@@ -80,12 +80,12 @@ def test_a_rule_with_the_state_of_another(name: str, kept: list[str], settings: 
 )
 def test_a_rule_of_jaxdist_is_recognized(name: str, build: Callable[[Any], Any]) -> None:
     kept, groups = saved(build)
-    kept |= {"variance"} if name == "adafactor" else set()  # of vectors
+    kept |= {"variance"} if name == "adafactor" else set()  # the state of vectors
     assert rule_of("a.pt", kept, groups).name == name
 
 
 def test_the_weights_beside_another_rule(tmp_path: Path) -> None:
-    """The fix that the message gives works."""
+    """The message's fix works."""
     script(tmp_path / "a.pt", lambda p: torch.optim.RMSprop(p, lr=1e-3), tmp_path)
     more = ["--model", str(config_of(tmp_path))]
     with pytest.raises(ConfigError, match=r"its optimizer is RMSprop, .*; take the weights alone, --to hf"):
