@@ -52,7 +52,7 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_evaluation_of_a_run_in_chunks(
     straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After training and by itself: what the same weights have at once; without the last chunk it is another loss."""
+    """After training and alone: equals the loss at once; without the last chunk it differs."""
 
     def losses(run: Path) -> list[float]:
         evaluate(["--checkpoint", str(run), "--batches", "1", "--json", "--device", "cpu"])
@@ -110,7 +110,7 @@ def ids(rows: int, times: int, last: int = 0) -> np.ndarray:
     return found
 
 
-# Token ids that are refused -> the mesh they are given with, and what follows the fix: other ids, or another mesh.
+# refused token ids -> the mesh to give them with, and ids or a mesh that follow the fix
 REFUSED_TOKENS: dict[str, tuple[np.ndarray, str, Callable[[re.Match[str]], np.ndarray | str], str]] = {
     "ids": (ids(1, 8, 299), "1x1", lambda m: ids(1, 8, int(m[1])), r"give ids from 0 to (\d+)$"),
     "positions": (ids(1, 2000), "1x1", lambda m: ids(1, int(m[1])), r"give at most (\d+)$"),

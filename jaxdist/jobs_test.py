@@ -1,4 +1,4 @@
-"""The job files among the configs: what they start exists, and what they set is understood."""
+"""Job files among the configs: their commands exist, and their settings are parsed."""
 
 import math
 import os
@@ -17,7 +17,7 @@ SLURM, KUBERNETES = CONFIGS / "slurm.sh", CONFIGS / "kubernetes.yaml"
 
 
 def arguments(command: list[str]) -> Arguments:
-    """Of `... python -m jaxdist.train ARGUMENTS`; an argument that does not exist is a ConfigError."""
+    """Arguments of `... python -m jaxdist.train ARGUMENTS`; an unknown one is a ConfigError."""
     assert command[:3] == ["python", "-m", "jaxdist.train"]
     return parse(command[3:], "jaxdist.train", "")
 
@@ -35,7 +35,7 @@ def test_a_job_file_begins_as_configs_do(file: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("code", "queued"), [(0, ""), (1, ""), (75, "requeue 4097\n")])
 def test_slurm_queues_a_job_again_that_was_stopped_early(code: int, queued: str, tmp_path: Path) -> None:
-    """The script itself, with a srun and a scontrol that write down what they are asked."""
+    """The script itself, with a fake srun and scontrol that record their arguments."""
     for name, ends in (("srun", code), ("scontrol", 0)):
         (tmp_path / name).write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/{name}.asked"\nexit {ends}\n')
         (tmp_path / name).chmod(0o755)
@@ -70,7 +70,7 @@ def test_pods_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         index = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         assert "value" in variable or index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         monkeypatch.setenv(variable["name"], variable.get("value", "1"))
-    # A pod of an Indexed Job is named by the job and its index, below its subdomain: the service without an address.
+    # An Indexed Job names a pod by the job and its index, below its subdomain: the headless service.
     first = f"{job['metadata']['name']}-0.{pod['spec']['subdomain']}"
     assert launched() == Launch("the environment", processes, 1, 0, (first, 29500))
     assert service["metadata"]["name"] == pod["spec"]["subdomain"] and service["spec"]["clusterIP"] == "None"

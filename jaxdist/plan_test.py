@@ -1,4 +1,4 @@
-"""The planner's command: what fits, what would, what is recommended, and what it refuses."""
+"""The planner's command: plans that fit, changes that would help, recommendations, and refusals."""
 
 import json
 import re
@@ -23,7 +23,7 @@ Capsys = pytest.CaptureFixture[str]
 
 
 def planned(argv: Sequence[str], code: int = 0) -> None:
-    """Run the command; it ends with 3 where nothing fits."""
+    """Run the command; it ends with 3 if nothing fits."""
     if not code:
         main(argv)
         return
@@ -58,7 +58,8 @@ def test_tables(capsys: Capsys) -> None:
 
 
 def test_compiled_beside_the_closed_form(capsys: Capsys) -> None:
-    """Parameters, optimizer state and bytes to the last; the form of the peak knows a GPU, what is compiled a CPU."""
+    """Parameters, optimizer state and traffic agree to the byte; the peak's form is for a GPU, the compiled one for a
+    CPU."""
     found = printed(capsys, "--mesh", "2x4", "--compiled", "--hardware", "tpu-v5p")
     closed, compiled = found["memory"], found["compiled"]["memory"]
     assert [closed[kind] for kind in ("parameters", "optimizer_state")] == [
@@ -68,8 +69,8 @@ def test_compiled_beside_the_closed_form(capsys: Capsys) -> None:
     assert closed["peak"] == pytest.approx(compiled["peak"], rel=0.1)
 
 
-def test_what_makes_it_fit(capsys: Capsys) -> None:
-    """A change is one that does, and costs the least time of those."""
+def test_the_suggested_change_fits(capsys: Capsys) -> None:
+    """The suggested change fits, and costs the least time of those that do."""
     argv = ["--config", "llama-3.1-8b", "--mesh", "8x1", "--train.accumulation", "1", "--train.batch", "24"]
     planned(argv, code=3)
     said = capsys.readouterr().out
@@ -154,14 +155,14 @@ def test_tensor_stays_within_a_machine_and_sequences_are_split_where_long() -> N
 
 
 def test_the_largest_on_16384_devices() -> None:
-    """Within a minute; a model of 812 GB a device is shared."""
+    """Within a minute; the model is divided, as it needs 812 GB per device otherwise."""
     plans = recommend(load("llama-3.1-405b", {}), 16384, hardware("h100"))
     assert all(p.fits and p.devices == 16384 for p in plans) and plans[0].mesh["tensor"] == 8
 
 
 @pytest.mark.parametrize("way", [["--mesh", "4x2"], ["--recommend", "--devices", "8"]], ids=" ".join)
 def test_it_is_drawn(way: list[str], tmp_path: Path, capsys: Capsys) -> None:
-    """One page without scripts or references, and the object beside it."""
+    """One page without scripts or external references, with the JSON beside it."""
     pytest.importorskip("matplotlib")
     found = printed(capsys, "--config", "llama-1b", *way, "--output", str(tmp_path / "plan"))
     assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == found
@@ -201,7 +202,7 @@ def test_nothing_fits(capsys: Capsys) -> None:
     assert not found["fits"] and not found["plans"] and "give more devices" in found["reasons"][0]
 
 
-SPLIT = ["llama-3.1-70b", "--mesh", "fsdp=64,tensor=4"]  # whose config splits sequences over tensor
+SPLIT = ["llama-3.1-70b", "--mesh", "fsdp=64,tensor=4"]  # its config splits sequences over tensor
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ SPLIT = ["llama-3.1-70b", "--mesh", "fsdp=64,tensor=4"]  # whose config splits s
     ids=lambda argv: " ".join(argv[:3]),
 )
 def test_one_plan_has_one_answer(argv: list[str], tmp_path: Path, capsys: Capsys) -> None:
-    """Each mesh of the page holds, on its page, in the table and in JSON, the bytes of the command with that mesh."""
+    """For each mesh, page, table and JSON give the same bytes as the command with that mesh."""
     pytest.importorskip("matplotlib")
     found = printed(capsys, "--config", *argv, "--output", str(tmp_path))
     page = re.sub(r"\s+", " ", (tmp_path / "plan.html").read_text())
@@ -243,7 +244,7 @@ def test_one_plan_has_one_answer(argv: list[str], tmp_path: Path, capsys: Capsys
     ids=str,
 )
 def test_a_recommended_command_is_the_recommended_plan(fields: dict[str, Any], capsys: Capsys) -> None:
-    """Also where the config splits sequences, rematerializes every other block, or keeps what it gathers."""
+    """Also if the config splits sequences, rematerializes every other block, or keeps gathered weights."""
     of = ["--config", "llama-1b", *(text for name, value in fields.items() for text in (f"--{name}", str(value)))]
     given = load("llama-1b", fields)
     best, *_ = recommend(given, 8, hardware("h100"))

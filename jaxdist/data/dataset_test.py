@@ -21,7 +21,7 @@ def numbered(tmp_path: Path, sequences: int, **fields: Any) -> Dataset:
 
 
 def seen(found: Dataset, steps: int, size: int, seed: int = 0, split: Any = "train") -> np.ndarray:
-    """The sequence numbers of `steps` batches in order."""
+    """Sequence numbers in `steps` batches, in order."""
     return np.concatenate([found.batch(s, size, seed, split).tokens[:, 0] for s in range(1, steps + 1)])
 
 
@@ -41,7 +41,7 @@ def test_each_sequence_once_per_epoch(tmp_path: Path, sequences: int, size: int)
     "planted",
     [
         lambda place, n, seed, epoch: np.random.default_rng(seed).integers(n, size=len(place)),
-        lambda place, n, seed, epoch: permute(place, n, seed, epoch * n + place),  # an order per sequence
+        lambda place, n, seed, epoch: permute(place, n, seed, epoch * n + place),  # a new order per sequence
     ],
 )
 def test_once_per_epoch_catches_a_broken_order(
@@ -127,7 +127,7 @@ def test_the_first_validation_batches_are_a_sample_of_the_whole_split(tmp_path: 
     ],
 )
 def test_the_table_shows_where_epochs_end(tmp_path: Path, steps: int, size: int, last: str, told: str) -> None:
-    """Of ten sequences; what is told is what the batches hold."""
+    """For ten sequences, compared with the batches."""
     found = numbered(tmp_path, 10, validation=0, last=last)
     row = found.table(Train(steps=steps, batch=size))["epochs"]
     assert row.startswith(told) and ("," in row) == ("," in told)
@@ -165,7 +165,7 @@ def whole(tmp_path: Path, text: bytes, **fields: Any) -> Batch:
 
 
 def joined(batch: Batch) -> bytes:
-    """The text that the sequences cover, when they lie side by side as packed ones must."""
+    """Text that the sequences cover, which must be adjacent as packed ones are."""
     tokens, targets = batch.tokens, batch.targets
     assert batch.tokens.dtype == batch.targets.dtype == np.int32
     assert np.array_equal(tokens[:, 1:], targets[:, :-1]), "a target is not the next token"
@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("rows", "size"), [(13, 4), (13, 1), (13, 13), (3, 8), (8, 4)])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_one_pass_counts_each_row_once(tmp_path: Path, rows: int, size: int, split: Any) -> None:
-    """Also where a batch is larger than the split, and whatever rows of it are read."""
+    """Also with batches larger than the split, and for any rows read."""
     found = numbered(tmp_path, 2 * rows, validation=0.5)
     first = 0 if split == "train" else rows
     met = []
@@ -271,7 +271,7 @@ def test_one_pass_counts_each_row_once(tmp_path: Path, rows: int, size: int, spl
 def test_targets_are_counted_without_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: Any, last: Any
 ) -> None:
-    """As many as the batches hold, over the end of an epoch, in one sum or step by step."""
+    """As many as in the batches, across the end of an epoch, in one sum or step by step."""
     monkeypatch.setattr(dataset, "MANY", 5)
     lines = [json.dumps({"text": "x" * (n * n % 19 + 1)}) for n in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -291,7 +291,7 @@ def test_targets_are_counted_without_reading(
 def test_targets_of_many_epochs_are_the_sum_over_their_steps(
     tmp_path: Path, last: Any, size: int, validation: float
 ) -> None:
-    """From any step to any other, for batches of less and of more than an epoch; documents of one id have no target."""
+    """Between any steps, for batches smaller and larger than an epoch; documents of one id have no target."""
     lines = [json.dumps({"text": "x" * (n * n % 23)}) for n in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     data = Data(

@@ -222,8 +222,8 @@ TEXT_FILES = {
 
 
 @pytest.mark.parametrize("name", TEXT_FILES)
-def test_text_is_read_as_what_it_is(tmp_path: Path, name: str) -> None:
-    """And not ended by a newline where it is packed: packing changes nothing."""
+def test_packed_text_is_read_like_plain_text(tmp_path: Path, name: str) -> None:
+    """Packing adds no newline at its end."""
     (tmp_path / name).write_bytes(TEXT_FILES[name])
     assert read(tmp_path / name) == TEXT.encode()
     (tmp_path / "z.txt").write_text("last")
@@ -285,7 +285,7 @@ def test_arrow(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("offset", [-1, 8, 2**30])
 def test_offsets_of_a_damaged_arrow_file(tmp_path: Path, offset: int) -> None:
-    """pyarrow by itself reads there, and the process ends."""
+    """pyarrow alone would read there and crash."""
     file_of(pa.table({"text": ["some text"] * 3}), tmp_path / "a.arrow")
     offsets, wrong = (np.array([0, 9, end, 27], "<i4").tobytes() for end in (18, offset))
     content = (tmp_path / "a.arrow").read_bytes()
@@ -296,7 +296,7 @@ def test_offsets_of_a_damaged_arrow_file(tmp_path: Path, offset: int) -> None:
 
 
 def test_a_saved_dataset_and_a_repository_of_one(tmp_path: Path) -> None:
-    """As `datasets.save_to_disk` and the Hub lay them out."""
+    """In the layouts of `datasets.save_to_disk` and the Hub."""
     saved, hub = tmp_path / "saved", tmp_path / "hub"
     for split, texts in (("train", TEXTS[:40]), ("validation", TEXTS[40:])):
         (saved / split).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The token that ends a document, as the files beside a tokenizer name it."""
+"""The token that ends a document, from the files beside a tokenizer."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ def opened(folder: Path, tokenizer: str, **fields: Any) -> Stream:
 
 
 def ends(stream: Stream) -> set[int]:
-    """The last ids of documents."""
+    """Last ids of the documents."""
     ids = stream.read(0, len(stream))
     return {int(ids[stop - 1]) for stop in stream.bounds[1:]}
 
@@ -110,7 +110,7 @@ def test_a_document_ends_as_its_tokenizer_says(folder: Path, case: str) -> None:
     ],
 )
 def test_files_that_name_another_end_are_reported(folder: Path, beside: dict[str, Any], told: str) -> None:
-    """The first decides; a list with its token agrees."""
+    """The first file decides; a list that contains its token agrees."""
     row = opened(folder, tokenizer(folder, "<e>", "<f>", **names("<e>"), **beside)).rows["end of document"]
     assert row == f"'<e>', id 6, as tokenizer_config.json says{told}"
 
@@ -195,7 +195,7 @@ def test_names_that_are_no_tokens_and_the_fix(folder: Path, beside: dict[str, An
 
 
 def test_a_folder_with_an_older_format_of_tokenizer(folder: Path) -> None:
-    """The fix, followed literally, makes the tokenizer.json that is missing."""
+    """Following the fix literally creates the missing tokenizer.json."""
     older = folder / "older"
     older.mkdir()
     (older / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))

@@ -15,7 +15,7 @@ from jaxdist.data.files import find_files, split_of
 
 
 def write(file: Path, first: int, count: int = 41) -> None:
-    """Ids `first` and up, in the format of the name."""
+    """Write ids from `first` on, in the name's format."""
     file.parent.mkdir(exist_ok=True)
     ids = np.arange(first, first + count, dtype=np.uint16)
     match file.suffix:
@@ -36,7 +36,7 @@ def opened(path: Path, **fields: Any) -> Dataset:
 def test_folders_that_cannot_be_read_are_of_no_interest_beside_splits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `lost+found`, which each disk has where it is mounted."""
+    """For instance lost+found, at the root of every ext4 disk."""
     (tmp_path / "lost+found").mkdir()
     entries = Path.iterdir
 
@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(
 
 
 def held(found: Dataset, split: Any) -> tuple[int, int, int]:
-    """How many sequences a split has, its first token, and the last target."""
+    """A split's number of sequences, its first token, and its last target."""
     batch = found.batch(1, found.sequences(split), 0, split=split)
     return found.sequences(split), int(batch.tokens.min()), int(batch.targets.max())
 
@@ -100,7 +100,7 @@ def test_names_show_the_splits(tmp_path: Path, pair: tuple[str, str]) -> None:
 
 
 def test_sequences_do_not_cross_splits(tmp_path: Path) -> None:
-    """Of 43 ids two are a remainder in each."""
+    """Of 43 ids two remain in each split."""
     write(tmp_path / "train.bin", 40, 43)
     write(tmp_path / "val.bin", 100, 43)
     found = opened(tmp_path)
@@ -117,7 +117,7 @@ def test_a_test_file_serves_only_without_validation(tmp_path: Path) -> None:
 
 
 def test_nanogpts_folder(tmp_path: Path) -> None:
-    """With the pickle, the text and the script that lie beside the ids; the pickle would raise."""
+    """With the pickle, text and script beside the ids; loading the pickle would raise."""
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -136,8 +136,9 @@ def test_nanogpts_folder(tmp_path: Path) -> None:
     assert opened(tmp_path).sequences("train") == 9, "a share of the only file"
 
 
-def test_what_lies_beside_data_is_left_alone(tmp_path: Path) -> None:
-    """Locks, copies, sums, what Spark and a system leave; beside records and ids also scripts, but no other text."""
+def test_other_files_beside_data_are_left_alone(tmp_path: Path) -> None:
+    """Locks, copies, checksums, files of Spark and of the system; beside records and ids also scripts, but no other
+    text."""
     beside = ["Thumbs.db", "a.lock", "a.tmp", "a.txt.bak", "a.txt~", "b.md5", "_SUCCESS", "x.part", "_metadata"]
     for name in beside:
         (tmp_path / name).write_bytes(b"\xff\xfe\xfd")
@@ -148,7 +149,7 @@ def test_what_lies_beside_data_is_left_alone(tmp_path: Path) -> None:
         found = opened(tmp_path)
         assert found.sequences("train") == 9 and set(found.rows["left alone"].split(", ")) == {*beside, *more}
         (tmp_path / name).unlink()
-    with pytest.raises(ConfigError, match=r"cannot be read|not UTF"):  # as it is when it is named
+    with pytest.raises(ConfigError, match=r"cannot be read|not UTF"):  # a named file is read
         opened(tmp_path / "a.lock")
 
 
@@ -167,8 +168,8 @@ def test_data_in_folders_and_what_is_no_data_are_named(tmp_path: Path) -> None:
         opened(tmp_path / "weights")
 
 
-def test_shards_that_are_not_there_are_reported(tmp_path: Path) -> None:
-    """Counted from 0, as `datasets` does, or from 1; beside them folders that are not read."""
+def test_missing_shards_are_reported(tmp_path: Path) -> None:
+    """Counted from 0, as `datasets` does, or from 1; unrelated folders beside them are ignored."""
     for name in ("a-00000-of-00003.npy", "a-00002-of-00003.npy", "b-1-of-2.npy", "b-2-of-2.npy"):
         write(tmp_path / name, 1)
     write(tmp_path / "more" / "a.npy", 1)

@@ -1,4 +1,4 @@
-"""Each fix that a message on data names is followed literally, and the data are read."""
+"""Following each fix in messages on data literally makes the data readable."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ DOCUMENTS = [IDS[:1000].tolist(), IDS[1000:].tolist()]
 
 
 def opened(path: Path, **fields: Any) -> Dataset:
-    """The data, with one batch of each split read. `vocab` and `split_read` are not fields of Data."""
+    """The data, after reading a batch of each split. `vocab` and `split_read` are no fields of Data."""
     vocab, split = fields.pop("vocab", 65_536), fields.pop("split_read", "train")
     values: Fields = {"path": str(path), "sequence": 4} | fields
     found = open_dataset(Data(**values), vocab)
@@ -32,7 +32,7 @@ def opened(path: Path, **fields: Any) -> Dataset:
 
 
 def text(name: str, content: str | bytes, up: int = 0) -> Callable[[Path], Path]:
-    """Writes a file; the path is its own, or that of a folder `up` above it."""
+    """A function that writes a file and returns its path, or that of a folder `up` levels above it."""
 
     def make(folder: Path) -> Path:
         file = folder / name
@@ -106,8 +106,8 @@ def code(length: int = 0) -> Callable[[Path, str], Any]:
 
 LINE = json.dumps({"text": "some text of a record"}) + "\n"
 ROW = "id,text\n1,some text of a row\n"
-# What is wrong -> data, the fields they are read by, the words of the fix, and what follows them: it changes files, or
-# gives another path or other fields.
+# problem -> data, the fields to read them with, the fix's words, and a function that follows it: it changes files, or
+# returns another path or other fields
 FIXES: dict[str, tuple[Callable[[Path], Path], Fields, str, Callable[[Path, str], Any]]] = {
     "big-endian": (raw("a.bin", ">u2"), {}, "as by numpy", code()),
     "float32": (raw("a.bin", "<f4"), {}, "as by numpy", code()),

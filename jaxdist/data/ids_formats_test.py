@@ -1,4 +1,4 @@
-"""Token ids with a header or an index of their own: those of llm.c, and the pairs of Megatron."""
+"""Token ids with their own header or index: llm.c's files and Megatron's pairs."""
 
 import struct
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_other_files_of_llm_c_are_named(tmp_path: Path) -> None:
 def megatron(
     prefix: Path, documents: list[list[int]], dtype: str = "int32", version: int = 1, code: int | None = None
 ) -> Path:
-    """As preprocess_data.py writes a pair: a sequence for each document."""
+    """A pair as written by preprocess_data.py: a sequence for each document."""
     lengths = np.array([len(document) for document in documents], np.int32)
     size = np.dtype(dtype).itemsize
     np.concatenate([np.array(document, dtype) for document in documents]).tofile(f"{prefix}.bin")

@@ -21,7 +21,7 @@ def read(path: Path, vocab: int, **fields: Any) -> list[int]:
 
 
 def rewrite(file: Path, message: object, header: int = 0) -> None:
-    """Runs the code that a message names; `header` is the length that the user must look up where it says HEADER."""
+    """Run the code in a message; `header` replaces HEADER, which the user must look up."""
     code = re.findall(r"numpy\.fromfile\(path.*?\.tofile\(path\)", str(message))
     assert len(code) == 1, message
     eval(code[0], {"numpy": np, "path": file, "HEADER": header})
@@ -44,7 +44,7 @@ CONTENTS = {
 def test_the_type_of_ids_is_seen(tmp_path: Path, content: str, dtype: str) -> None:
     vocab, make = CONTENTS[content]
     if dtype == "uint16" and vocab > 65536:
-        return  # which does not hold it
+        return  # this type cannot hold the content
     wanted, file = make(), tmp_path / "a.bin"
     wanted.astype(dtype).tofile(file)
     assert read(file, vocab) == read(file, vocab, bin_dtype=dtype) == wanted.tolist()
@@ -60,7 +60,7 @@ def test_the_type_of_ids_is_seen(tmp_path: Path, content: str, dtype: str) -> No
 
 
 def test_a_type_that_is_believed_reads_zeros_and_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the look at the content is for."""
+    """Shows why the content is inspected."""
     np.arange(60_000, 70_000, dtype=np.uint32).tofile(tmp_path / "a.bin")
     monkeypatch.setattr(ids, "width", lambda content, size, vocab: "uint16")
     monkeypatch.setattr(ids, "_check_whole", lambda *given: None)
@@ -102,7 +102,7 @@ def test_ids_in_other_numbers_are_named_and_the_fix_works(tmp_path: Path, dtype:
 def test_random_ids_beyond_the_vocabulary_are_not_called_uint8(
     tmp_path: Path, reach: int, count: int, vocab: int
 ) -> None:
-    """Their bytes are as random as those of uint8 ids: each fix says for which ids it is."""
+    """Their bytes are as random as uint8 ids: each fix names the ids that it is for."""
     file, wanted = tmp_path / "a.bin", RANDOM.integers(0, reach, count)
     wanted.astype(np.uint16).tofile(file)
     greatest = wanted.max()
@@ -112,7 +112,7 @@ def test_random_ids_beyond_the_vocabulary_are_not_called_uint8(
 
 
 def test_few_ids_like_a_float_are_not_called_one() -> None:
-    """Bytes of the big-endian float32 2.0."""
+    """The bytes of 2.0 as big-endian float32."""
     content = np.array([64, 0], np.uint16).tobytes()
     assert number_types.certain_type(3 * content, 65, True) is None
     assert number_types.certain_type(9 * content, 65, True) == ">f4"
@@ -128,13 +128,13 @@ def test_random_ids_of_one_byte(tmp_path: Path) -> None:
 
 
 def text_ids(count: int, vocab: int) -> np.ndarray:
-    """Ids as a tokenizer makes them of text: the lower the more common, by Zipf's law."""
+    """Ids as of tokenized text: low ids are more common, by Zipf's law."""
     share = 1 / np.arange(1, vocab + 1)
     return np.random.default_rng(count).choice(vocab, count, p=share / share.sum())
 
 
 BYTES = np.frombuffer(Path(json.__file__).read_bytes(), np.uint8)[:6000].astype(np.int64)
-SILENT = {  # type -> vocabulary and ids that all are in the vocabulary as uint16, too
+SILENT = {  # type -> vocabulary, and ids that are in the vocabulary when read as uint16, too
     "big-endian of text": (">u2", 65_536, text_ids(300, 65_536)),
     "big-endian of characters": (">u2", 50_257, BYTES),
     "big-endian of few characters": (">u2", 50_257, np.arange(12) % 7 + 1),
@@ -153,7 +153,7 @@ SILENT = {  # type -> vocabulary and ids that all are in the vocabulary as uint1
 
 @pytest.mark.parametrize("name", SILENT)
 def test_ids_of_other_types_within_the_vocabulary_as_uint16(tmp_path: Path, name: str) -> None:
-    """Each would be trained on as other ids."""
+    """Training would use other ids."""
     dtype, vocab, wanted = SILENT[name]
     file = tmp_path / "a.bin"
     wanted.astype(dtype).tofile(file)
@@ -173,7 +173,7 @@ def test_ids_of_other_types_within_the_vocabulary_as_uint16(tmp_path: Path, name
 @pytest.mark.parametrize("vocab", [300, 50_257, 60_500, 65_536, 151_936])
 @pytest.mark.parametrize("count", [300, 6000])
 def test_real_ids_are_taken_for_no_other_type(tmp_path: Path, vocab: int, count: int) -> None:
-    """Of text; the same under names in another order; half of them an end of text; of bytes; any with equal chance."""
+    """Ids of text; renumbered; half of them end-of-text; bytes; uniform."""
     text = text_ids(count, vocab)
     ended = np.where(RANDOM.random(count) < 0.5, vocab - 1, text)
     for wanted in (text, RANDOM.permutation(vocab)[text], ended, BYTES % vocab, RANDOM.integers(0, vocab, count)):
@@ -187,7 +187,7 @@ def header(*numbers: int, size: int = 0) -> bytes:
     return np.array(numbers, "<i4").tobytes().ljust(size, b"\0")
 
 
-IDS = 6000  # behind each header
+IDS = 6000  # ids after each header
 BEHIND = {  # vocabulary, type of the ids, header
     "magic, version, count": (65_536, "uint16", header(20250101, 1, IDS, 0)),
     "count of 64 bits": (50_257, "uint16", header(IDS, 0)),
@@ -235,8 +235,8 @@ def test_an_odd_number_of_bytes(tmp_path: Path) -> None:
     assert read(file, 50_257) == (BYTES[:5999] % 65).tolist()
 
 
-def test_what_was_found_is_in_the_start_up_table(tmp_path: Path) -> None:
-    """Content cannot tell a header of ids from ids; the first numbers can, to a reader."""
+def test_the_detected_type_is_in_the_start_up_table(tmp_path: Path) -> None:
+    """Content cannot distinguish a header of ids from ids; its first numbers tell a reader."""
     np.array([1, 0, 50_257, 0, *text_ids(IDS, 50_257)], np.uint16).tofile(tmp_path / "a.bin")
     row = open_stream(Data(path=str(tmp_path / "a.bin")), 65_536).rows["data"]
     assert "uint16 ids, as the content shows (they begin 1, 0, 50257, 0; the greatest seen is 50257)" in row
@@ -260,7 +260,7 @@ ALTERNATING = [50_000, 5, 40_000, 8, 31_000, 2, 20_000, 7, 45_000, 3, 50_001, 9]
     ("content", "dtype", "vocab"),
     [
         (ALTERNATING, "uint16", 50_304),
-        (ALTERNATING * 50, "uint16", 50_304),  # a text that repeats itself tells no more
+        (ALTERNATING * 50, "uint16", 50_304),  # repeated text gives no more evidence
         ([50_000, 0, 40_000, 0, 31_000, 0], "uint16", 50_304),
         ([300, 0, 0, 0, 301, 0, 0, 0], "uint16", 512),
         ([5, 1, 0, 0], "uint16", 10),
@@ -282,7 +282,7 @@ def test_a_file_that_is_too_small_to_decide_asks_for_the_type(
 @pytest.mark.parametrize("vocab", [2, 65, 300, 50_257, 65_536])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
 def test_no_size_is_read_in_another_type(tmp_path: Path, vocab: int, dtype: str) -> None:
-    """From a hundred ids on, all are read."""
+    """From a hundred ids on, all types are recognized."""
     for size in [*range(1, 13), 20, 33, 100, 300] * 3:
         wanted = np.minimum(RANDOM.zipf(1.3, size) - 1, vocab - 1) if size % 2 else RANDOM.integers(0, vocab, size)
         wanted.astype(dtype).tofile(tmp_path / "a.bin")
@@ -297,7 +297,7 @@ def test_no_size_is_read_in_another_type(tmp_path: Path, vocab: int, dtype: str)
 @pytest.mark.parametrize("dtype", ["uint32", "int32", "int64"])
 @pytest.mark.parametrize("size", [3, 5000])
 def test_ids_far_beyond_the_vocabulary_are_read_as_no_narrower_type(tmp_path: Path, dtype: str, size: int) -> None:
-    """As uint16, both halves of each would be ids of 65,536 tokens."""
+    """As uint16 both halves of each id would be within a vocabulary of 65,536."""
     (file := tmp_path / "a.bin").write_bytes(RANDOM.integers(2**20, 2**21, size).astype(dtype).tobytes())
     with pytest.raises(ConfigError, match=r"too few ids to find|token id \d+ with model\.vocab = 65536"):
         read(file, 65_536)
@@ -307,7 +307,7 @@ def test_ids_far_beyond_the_vocabulary_are_read_as_no_narrower_type(tmp_path: Pa
 def test_bytes_that_are_ids_of_two_types_are_read_as_the_wider_and_it_is_reported(
     tmp_path: Path, narrow: str, wide: str
 ) -> None:
-    """Every second id of the narrower would be zero: the start-up table says what was read, and .npy decides."""
+    """As the narrower type every second id would be zero: the start-up table names the type, and .npy settles it."""
     ids = RANDOM.integers(1, 50_257, 500)
     file, narrower = tmp_path / "a.bin", np.stack([ids, 0 * ids], 1).reshape(-1).astype(narrow)
     narrower.tofile(file)
@@ -331,8 +331,8 @@ def test_files_of_several_types(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint32", "int64"])
 @pytest.mark.parametrize("vocab", [300, 65_536])
-def test_wide_ids_that_are_cut_or_lie_behind_a_header(tmp_path: Path, dtype: str, vocab: int) -> None:
-    """Which would be read as ids of half the width, every second one zero."""
+def test_wide_ids_that_are_truncated_or_after_a_header(tmp_path: Path, dtype: str, vocab: int) -> None:
+    """They would be read as ids of half the width, every second one zero."""
     wanted, file = RANDOM.integers(0, vocab, 500), tmp_path / "a.bin"
     content = wanted.astype(dtype).tobytes()
     for missing in range(2, np.dtype(dtype).itemsize, 2):
@@ -378,7 +378,7 @@ def test_ids_of_16_bits_in_any_file_hold_their_vocabulary(tmp_path: Path) -> Non
 )
 @pytest.mark.parametrize("declared", ["auto", "uint16"])
 def test_text_called_bin(tmp_path: Path, content: str, what: str, declared: str) -> None:
-    """Two letters would make an id of a large vocabulary."""
+    """Two letters form a valid id of a large vocabulary."""
     (tmp_path / "a.bin").write_text(content)
     with pytest.raises(ConfigError, match=what) as raised:
         read(tmp_path / "a.bin", 65_536, bin_dtype=declared)
@@ -441,7 +441,7 @@ def test_ids_that_begin_as_a_pickle_does_are_ids(tmp_path: Path, first: int) -> 
 
 @pytest.mark.parametrize("dtype", [">u4", ">i4", ">i8", "<f4", "<f8"])
 def test_a_few_wide_ids_beyond_the_vocabulary_hide_no_byte_order(tmp_path: Path, dtype: str) -> None:
-    """Of a model of a larger vocabulary; the code of the message keeps them."""
+    """Ids for a larger vocabulary; the message's code keeps them."""
     file, wanted = tmp_path / "a.bin", text_ids(6000, 128_256)
     assert wanted.max() >= 65_536 and (wanted < 65_536).mean() > 0.8
     wanted.astype(dtype).tofile(file)
@@ -456,5 +456,5 @@ def test_a_few_wide_ids_beyond_the_vocabulary_hide_no_byte_order(tmp_path: Path,
 
 def test_ids_are_known_at_the_same_cost_for_any_size(tmp_path: Path) -> None:
     with (tmp_path / "a.bin").open("wb") as opened:
-        opened.truncate(1 << 40)  # a terabyte of a hole
+        opened.truncate(1 << 40)  # a hole of a terabyte
     assert sum(map(len, blocks.read_blocks([tmp_path / "a.bin"], [1 << 40]))) == blocks.BLOCK * blocks.BLOCKS

@@ -20,7 +20,7 @@ def opened(path: Path | str, model: dict[str, Any] = MODEL, **data: Any) -> Data
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Twenty images, each of its own number, in the order of their classes."""
+    """Twenty images, each filled with its number, in the order of their classes."""
     images = np.broadcast_to(np.arange(20, dtype=np.uint8)[:, None, None], (20, 5, 5))
     np.savez(tmp_path / "images.npz", images=images, labels=np.arange(20) // 5)
     return tmp_path / "images.npz"
@@ -115,7 +115,7 @@ def test_pixels_that_are_not_finite_are_named(tmp_path: Path, value: float) -> N
 
 
 def both(found: Dataset) -> list[tuple[list[int], list[int]]]:
-    """Of each split the middle pixels and the classes, in the order of the pixels."""
+    """For each split the middle pixels and the classes, in the order of the pixels."""
     result = []
     for split in ("train", "validation"):
         batch = found.batch(1, found.sequences(split), 0, split=split)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_splits_of_arrays(tmp_path: Path) -> None:
 
 
 def test_splits_of_folders(tmp_path: Path) -> None:
-    """As ImageNet is laid out: two folders of classes are no two classes."""
+    """In ImageNet's layout: two folders of classes are not taken for two classes."""
     image = pytest.importorskip("PIL.Image")
     number = 0
     for split, classes in (("train", ("ant", "bee", "cat")), ("val", ("ant", "cat"))):
@@ -168,7 +168,7 @@ def test_splits_of_folders(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_images_are_known_by_their_content(tmp_path: Path) -> None:
-    """Two pixels or two labels exchanged, and the size the same; what an earlier version recorded is taken."""
+    """Two pixels or two labels swapped, with the size unchanged; an earlier version's fingerprint is accepted."""
     images, labels = RANDOM.integers(0, 256, (8, 5, 5), dtype=np.uint8), np.arange(8) // 2
     np.savez(tmp_path / "a.npz", images=images, labels=labels)
     before, size = opened(tmp_path / "a.npz").fingerprint, (tmp_path / "a.npz").stat().st_size
@@ -197,8 +197,8 @@ def test_a_microbatch_has_the_same_rows_on_any_mesh() -> None:
         assert [sorted(held[:, i].ravel()) for i in range(3)] == [list(range(8 * i, 8 * i + 8)) for i in range(3)]
 
 
-def test_images_that_count_are_not_looked_for(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a class: a resume after many epochs starts as fast as the run did."""
+def test_counting_images_makes_no_order(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every image counts, so a resume after many epochs starts as fast as the run."""
     found = opened(file, validation=0.2)
     monkeypatch.setattr(dataset, "permute", lambda *_: pytest.fail("an order is made"))
     assert found.target_tokens(0, 10**6, 4, 0) == 4 * 10**6

@@ -27,7 +27,8 @@ def test_every_index_once(n: int) -> None:
 @pytest.mark.parametrize(
     "planted",
     [
-        lambda values, keys, half: permutation._mix(values + keys[0]) & np.uint64(4**half - 1),  # a hash
+        # a hash
+        lambda values, keys, half: permutation._mix(values + keys[0]) & np.uint64(4**half - 1),
         lambda values, keys, half: values >> np.uint64(1),
     ],
 )
@@ -53,7 +54,7 @@ def test_epochs_of_one_call_are_those_of_single_calls() -> None:
 
 
 def fairness(orders: np.ndarray) -> float:
-    """The largest standard score of how often an index lands on a place, orders [epochs, n]."""
+    """Largest standard score of how often an index comes to a place, over orders [epochs, n]."""
     epochs, n = orders.shape
     counts = np.stack([np.bincount(column, minlength=n) for column in orders.T])
     return np.abs(counts - epochs / n).max() / np.sqrt(epochs / n * (1 - 1 / n))
@@ -78,5 +79,5 @@ def test_a_huge_range_costs_no_memory() -> None:
 
 
 def test_the_order_is_pinned() -> None:
-    """A changed order would silently change every run that resumes."""
+    """Another order would silently change every resumed run."""
     assert order(10).tolist() == [8, 5, 3, 1, 6, 7, 0, 4, 2, 9]

@@ -39,7 +39,7 @@ def lines(path: Path, *records: Any) -> Path:
 
 @pytest.fixture
 def words(tmp_path: Path) -> str:
-    """A word-level tokenizer.json that asks for truncation, padding and a leading <s>, to no effect."""
+    """A word-level tokenizer.json whose truncation, padding and leading <s> must be ignored."""
     tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
@@ -201,14 +201,14 @@ def test_fingerprint(tmp_path: Path, words: str) -> None:
 
 
 def begun_earlier(path: Path, identity: str | None, *names: str) -> str:
-    """What versions before content was sampled recorded: of names and sizes."""
+    """Fingerprint by earlier versions, over names and sizes alone."""
     facts = [[(name, (path / name).stat().st_size) for name in names], identity, None]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 @pytest.mark.parametrize("size", [50, 6000])
 def test_data_in_another_order_are_others(tmp_path: Path, size: int) -> None:
-    """Lines of the same length in another order, as an editor or a shuffle leaves them; and one changed byte of few."""
+    """Lines of one length reordered, as by an editor or a shuffle; and one changed byte of few."""
     texts = [{"text": f"line {number:08} " * 20} for number in range(size)]
     file = lines(tmp_path / "a.jsonl", *texts)
     before = open_stream(Data(path=str(file)), 512).fingerprint
@@ -237,7 +237,7 @@ def test_a_run_that_an_earlier_version_began_goes_on(tmp_path: Path, words: str)
         np.arange(300, dtype=dtype).tofile(tmp_path / "a.bin")
         recorded = begun_earlier(tmp_path, dtype, "a.bin")
         assert open_dataset(Data(path=str(tmp_path / "a.bin"), fingerprint=recorded), 512).sequences("train") == 1
-    recorded = begun_earlier(tmp_path, "uint16", "a.bin")  # read by halves then
+    recorded = begun_earlier(tmp_path, "uint16", "a.bin")  # earlier versions read it in halves
     with pytest.raises(ConfigError, match="are others"):
         open_dataset(Data(path=str(tmp_path / "a.bin"), fingerprint=recorded), 512)
 

@@ -1,4 +1,4 @@
-"""The models compute what transformers' own do, from weights that both read from files."""
+"""The models compute what transformers' models do, from weights that both read from files."""
 
 import os
 from collections.abc import Callable
@@ -38,10 +38,10 @@ pytestmark = pytest.mark.long
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-BOUND = 2e-6  # relative L2 between float32 logits
+BOUND = 2e-6  # relative L2 distance of float32 logits
 TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40), dtype=np.int32)
 
-# Sizes that hide nothing: 6 query heads on 2 kv heads, H·C = 48 ≠ D, an odd vocabulary.
+# Distinct sizes, which hide no mistake: 6 query heads on 2 kv heads, H·C = 48 ≠ D, an odd vocabulary.
 SIZES = {
     "vocab_size": 97, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3,
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8,
@@ -52,7 +52,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
 GPT2 = {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 6, "n_positions": 48, "n_inner": 44}
-# Shapes that do not give a mistaken mapping away.
+# Equal shapes, which do not reveal a wrong mapping.
 SQUARE = {"intermediate_size": 36, "num_key_value_heads": 6, "head_dim": 6}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 MIXTRAL = {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe biases": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True}),
 }
 
-# Each family, and what a field of one changes in the mathematics.
+# Each family, and one case for each field that changes its mathematics.
 QUICK = (
     "llama", "llama biases", "llama3", "mistral", "qwen2", "qwen3 biases window", "gpt2", "gpt2 exact", "gpt2 untied",
     "mixtral", "qwen3_moe",
@@ -93,7 +93,7 @@ QUICK = (
 
 
 class HFReference(NamedTuple):
-    """A Hugging Face folder, what we read from it, and transformers' logits [B, T, V]."""
+    """A Hugging Face folder, our reading of it, and transformers' logits [B, T, V]."""
 
     folder: Path
     experiment: Experiment
@@ -120,7 +120,7 @@ def _hf_reference(family: str, settings: dict[str, Any], path: Path) -> HFRefere
     model = getattr(transformers, family + head)(config).eval()
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, p in model.named_parameters():  # norms far from 1, biases far from 0: none may be left out
+        for name, p in model.named_parameters():  # norms far from 1 and biases far from 0, so that omitting one shows
             p.copy_(
                 torch.randn(p.shape, generator=random) * 0.2 + float("norm" in name or "ln_" in name) * (p.ndim == 1)
             )
@@ -146,7 +146,7 @@ def test_logits(case: str, hf_reference: Callable[[str], HFReference]) -> None:
 
 
 def balance(hf_reference: HFReference) -> float:
-    """What ours adds to the loss, over its weight, on two devices that have a row of TOKENS each."""
+    """Our balance loss, over its weight, on two devices with a row of TOKENS each."""
     _, experiment, parameters, _ = hf_reference
     parallel = experiment.parallel.model_copy(update={"mesh": "data=2", "strategy": "ddp"})
     experiment = experiment.model_copy(update={"parallel": parallel})
@@ -163,13 +163,13 @@ def balance(hf_reference: HFReference) -> float:
 
 
 def test_load_balance(hf_reference: Callable[[str], HFReference], monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' load_balancing_loss_func, of all blocks and tokens at once."""
+    """transformers' load_balancing_loss_func, over all blocks and tokens at once."""
     made = hf_reference("qwen3_moe")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager")
     with torch.no_grad():
         told = theirs(torch.tensor(TOKENS, dtype=torch.long), output_router_logits=True).aux_loss
     assert balance(made) == pytest.approx(float(told), rel=BOUND)
-    monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: sums)  # planted: each row by itself
+    monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: sums)  # planted: each row separately
     assert balance(made) != pytest.approx(float(told), rel=1e-3)
 
 
@@ -198,7 +198,7 @@ def test_a_wrong_field_is_caught(
 
 
 def interleaved(x: jax.Array, rotation: rotary.Rotation) -> jax.Array:
-    """Planted: pairs are neighbours, the layout of Meta's files."""
+    """Planted: rotated pairs are neighbours, as in Meta's files."""
     (cos, sin), (even, odd) = rotation, (x[..., ::2], x[..., 1::2])
     return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape)
 
@@ -212,7 +212,7 @@ def other_head_order(q: jax.Array, k: jax.Array, v: jax.Array, window: int = 0) 
 
 
 def unscaled(q: jax.Array, k: jax.Array, v: jax.Array, window: int = 0) -> jax.Array:
-    """Planted: scaled by 1/sqrt(D/H) where head_dim is another."""
+    """Planted: scaled by 1/sqrt(D/H) though head_dim differs."""
     return attention.attend(q * (8 / 6) ** 0.5, k, v, window)
 
 
@@ -225,7 +225,7 @@ _rms = layers.RMSNorm.__call__
 
 
 def exact_gelu(x: jax.Array, approximate: bool) -> jax.Array:
-    """Planted: the error function instead of its approximation by tanh."""
+    """Planted: the error function instead of its tanh approximation."""
     return _gelu(x, approximate=False)
 
 
@@ -237,7 +237,7 @@ GELUS_OF_TRANSFORMERS = [name for name in transformers.activations.ACT2FN if "ge
 
 @pytest.mark.parametrize("name", GELUS_OF_TRANSFORMERS)
 def test_every_gelu_of_transformers_is_decided(name: str) -> None:
-    """Those that are read are the function that the config names, and its slope; others are refused."""
+    """Accepted names compute the function and the slope that they mean; others are refused."""
     settings = to_settings(GPT2_CONFIG(family="gpt2"), "float32") | {"activation_function": name}
     if name not in GELUS:
         with pytest.raises(ConfigError, match=rf"activation_function = '{name}'; jaxdist computes 'gelu_new'"):
@@ -255,7 +255,7 @@ def test_every_gelu_of_transformers_is_decided(name: str) -> None:
 
 
 def the_least_probable(probabilities: jax.Array, k: int) -> jax.Array:
-    """Planted: sorted the other way."""
+    """Planted: sorted in ascending order."""
     return jnp.argsort(probabilities, axis=-1)[..., :k]
 
 
@@ -285,7 +285,7 @@ def test_a_planted_mistake_is_caught(
 
 
 def swapped(*pairs: tuple[str, str]) -> Callable[[Table], Table]:
-    """Planted: two names of ours change places."""
+    """Planted: two of our names are swapped."""
     names = dict(pairs) | {b: a for a, b in pairs}
 
     def plant(table: Table) -> Table:
@@ -301,7 +301,7 @@ def swapped(*pairs: tuple[str, str]) -> Callable[[Table], Table]:
 
 
 def flipped(part: str) -> Callable[[Table], Table]:
-    """Planted: a transpose is missing or too many."""
+    """Planted: a transpose is missing or superfluous."""
     return lambda table: table._replace(
         rows=[
             row._replace(transpose=not row.transpose) if part in row.theirs and row.theirs.endswith(".weight") else row

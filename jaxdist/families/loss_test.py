@@ -1,4 +1,4 @@
-"""The loss in chunks is the loss, its gradients are as accurate, and there is one chunk's logits at a time."""
+"""The loss in chunks equals the loss at once, its gradients are as accurate, and one chunk's logits exist at a time."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ MODEL = Llama(vocab=V)
 
 
 def inputs(dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x, a head's kernel and targets, of which some are ignored; what bfloat16 can hold."""
+    """x, a head's kernel and targets, some ignored; representable in bfloat16."""
     random = np.random.default_rng(0)
     x_BTD, kernel_DV = (jnp.asarray(random.normal(size=s), jnp.bfloat16) for s in ((B, T, D), (D, V)))
     targets_BT = random.integers(0, V, (B, T))
@@ -30,7 +30,7 @@ def inputs(dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def loss(chunks: int) -> Any:
-    """(x, kernel, targets) -> the loss on one device; at once where there is one chunk."""
+    """(x, kernel, targets) -> the loss on one device; computed at once where `chunks` is 1."""
     mesh = make_mesh(tiny(parallel={"mesh": "1x1"}), "cpu")[0]
 
     def function(x_BTD: jax.Array, kernel_DV: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ def error(a: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(a - exact) / np.linalg.norm(exact))
 
 
-@pytest.mark.parametrize("chunks", [2, 7, B * T])  # even, filled up, and of one token each
+@pytest.mark.parametrize("chunks", [2, 7, B * T])  # even, padded, and one token each
 def test_chunks_are_the_whole(chunks: int) -> None:
     for found, right in zip(graded(jnp.float64, chunks), graded(jnp.float64, 1), strict=True):
         assert error(found, right) < 1e-14
@@ -59,7 +59,7 @@ def test_chunks_are_the_whole(chunks: int) -> None:
 
 @pytest.mark.long
 def test_the_head_s_gradient_is_rounded_once() -> None:
-    """In bfloat16 as accurate in chunks as at once, however many there are; a sum in bfloat16 is not."""
+    """In bfloat16 any number of chunks is as accurate as one; a sum in bfloat16 is not."""
     exact, at_once = graded(jnp.float64, 1)[2], graded(jnp.bfloat16, 1)[2]
     assert error(graded(jnp.bfloat16, B * T)[2], exact) <= 2 * error(at_once, exact)
     x_BTD, kernel_DV, targets_BT = inputs(jnp.bfloat16)
@@ -72,7 +72,7 @@ def test_the_head_s_gradient_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_no_array_has_all_logits(chunks: int) -> None:
-    """Forward and backward; of the loss at once many have."""
+    """Forward and backward; the loss at once has many such arrays."""
     traced = jax.jit(jax.value_and_grad(loss(chunks), argnums=(0, 1))).trace(*inputs(jnp.float32))
     sizes = {out.aval.size for equation, *_ in walk(traced.jaxpr.jaxpr, 1, {}) for out in equation.outvars}
     assert (B * T * V in sizes) == (chunks == 1) and (B * T // 8 * V in sizes) == (chunks == 8)

@@ -1,4 +1,4 @@
-"""What lies in files is read and written whole."""
+"""Reads and writes of files are complete."""
 
 import errno
 from pathlib import Path
@@ -23,8 +23,8 @@ def test_there_and_back(tmp_path: Path) -> None:
         buffers.read(file, 20, (12,), F32)
 
 
-def test_a_file_system_that_knows_no_way_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may say so where a file is opened, or at a write; all is written all the same. Other errors are errors."""
+def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening or writing may refuse direct I/O; all is written nevertheless. Other errors are raised."""
     numbers, put = np.arange(2_000_000, dtype=np.float32), buffers._put
 
     def fails(number: int, first: int) -> None:

@@ -1,4 +1,4 @@
-"""A model that no TOML file gives: by `--config` of a Hugging Face folder or a run, or by `--init` alone."""
+"""Models without a TOML file: from `--config` with a Hugging Face folder or a run, or from `--init` alone."""
 
 import json
 import re
@@ -31,7 +31,7 @@ FOLDERS = {"llama": LLAMA, "gpt2": GPT2, "resnet": RESNET}
 
 
 def folder(path: Path, settings: dict[str, Any], tokenizer: bool = True) -> Path:
-    """A Hugging Face folder, of which no weights are read here."""
+    """A Hugging Face folder whose weights are not read here."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(settings))
     if tokenizer:
@@ -45,7 +45,7 @@ def asked(*argv: str | Path) -> Experiment:
 
 @pytest.fixture(params=["orbax", "torch_ref"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A run folder of either backend, as far as a config is read from it."""
+    """A run folder of either backend, as far as needed to read its config."""
     experiment = load(folder(tmp_path / "of run", LLAMA), {"optimizer.learning_rate": "0.5"})
     name = {"orbax": "experiment/metadata", "torch_ref": "experiment.json"}[request.param]
     file = tmp_path / "run/checkpoints/3" / name
@@ -59,7 +59,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("option", ["--config", "--init"])
 @pytest.mark.parametrize("file", ["", "config.json"])
 def test_a_folder_gives_the_model(name: str, option: str, file: str, tmp_path: Path) -> None:
-    """And its tokenizer, and a sequence that fits; of images no tokenizer."""
+    """With its tokenizer and a fitting sequence length; images have no tokenizer."""
     path = folder(tmp_path / "hf", FOLDERS[name])
     e = asked(option, path / file)
     assert e.model == source_of(path).model and e.model.family == name  # type: ignore[union-attr]
@@ -69,8 +69,8 @@ def test_a_folder_gives_the_model(name: str, option: str, file: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
-def test_weights_in_a_folder_stand_for_it(name: str, tmp_path: Path) -> None:
-    """Unless they are others than those of the folder, or lie alone."""
+def test_a_weights_file_means_its_folder(name: str, tmp_path: Path) -> None:
+    """Unless the folder has other weights, or the file is elsewhere."""
     path = folder(tmp_path / "hf", LLAMA)
     (path / name).write_text("weights")
     parsed = parse(["--init", str(path / name)], "test", "")
@@ -103,7 +103,7 @@ def test_a_relative_folder_gives_an_absolute_tokenizer(tmp_path: Path, monkeypat
 
 
 def test_fields_of_a_folder_used_as_config_can_be_changed(tmp_path: Path) -> None:
-    """Nothing is loaded, so this is a new model of another size."""
+    """No weights are loaded, so this is a new model of another size."""
     assert asked("--config", folder(tmp_path / "hf", LLAMA), "--model.layers", "2").model.layers == 2
 
 
@@ -135,14 +135,14 @@ def refused(*argv: str | Path) -> str:
         (LLAMA, {"model.layers": "4", "model.dim": "64"}),
         (LLAMA, {"model.tied": "false", "model.rope_theta": "1e4", "model.kv_heads": "2"}),
         (LLAMA, {"model.family": "gpt2", "model.layers": "3"}),
-        (GPT2, {"model.positions": "64"}),  # learned, so that the weights have that many
+        (GPT2, {"model.positions": "64"}),  # learned positions: the weights have that many
         (RESNET, {"model.depths": "1,3", "model.classes": "5"}),
     ],
 )
 def test_a_flag_that_contradicts_the_weights_is_refused(
     settings: dict[str, Any], flags: dict[str, str], tmp_path: Path
 ) -> None:
-    """All that do, at once; the message's fix, followed literally, is right."""
+    """All such flags at once; following the message's fix literally works."""
     path = folder(tmp_path / "hf", settings)
     line = [text for name, value in flags.items() for text in (f"--{name}", value)]
     message = refused("--init", path, *line)
@@ -160,7 +160,7 @@ def test_flags_that_agree_or_are_no_property_of_weights_pass(tmp_path: Path) -> 
 
 
 def test_a_config_of_another_model_lists_all_differences_at_once(tmp_path: Path) -> None:
-    """Followed literally, the flags of the message make it that of the weights."""
+    """Following its flags literally gives the weights' model."""
     path = folder(tmp_path / "hf", LLAMA)
     line: list[str | Path] = ["--config", "default", "--init", path, "--data.sequence", "64"]
     message, model = refused(*line), load(path, {}).model
@@ -179,7 +179,7 @@ def test_a_config_of_another_family_is_to_be_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", ["llama-1b", "folder", "default"])
 def test_another_family_than_that_of_the_config(config: str, tmp_path: Path) -> None:
-    """One message with the cause, in place of one for each field that the other family lacks."""
+    """One message with the cause instead of one for each field that the other family lacks."""
     name = str(folder(tmp_path / "hf", LLAMA)) if config == "folder" else config
     message = refused("--config", name, "--model.family", "gpt2", "--seed", "1")
     assert message.startswith(f"model.family = 'gpt2', but --config {name} holds another model, with 'llama'")
@@ -232,7 +232,7 @@ def test_the_plan_reads_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_weights_that_do_not_name_their_model_ask_for_a_config(tmp_path: Path) -> None:
-    """The default model, which nobody asked for, is not to blame; a model that was asked for is."""
+    """The message blames a requested model, but not the default one."""
     file, config = tmp_path / "ckpt.pt", tmp_path / "c.toml"
     file.write_bytes(b"weights")
     config.write_text("[model]\nlayers = 3\n")

@@ -1,4 +1,4 @@
-"""Nothing that another wrote is believed: JSON, names of files, a header, a manifest."""
+"""Files of others are not trusted: JSON, file names, a header, a manifest."""
 
 import json
 import os
@@ -40,8 +40,8 @@ def test_json_that_is_refused(name: str, tmp_path: Path) -> None:
     assert len(repr(error.value)) < 300
 
 
-def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
-    """A pipe would be waited for, for ever."""
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """Opening a pipe would wait for ever."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ValueError, match="is not a file"):
@@ -52,8 +52,8 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
         read_json(tmp_path / "none")
 
 
-def test_what_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of zeros that take no room on the disk, and would take all of the memory."""
+def test_files_beyond_the_limit_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sparse files, which would fill the memory."""
     monkeypatch.setattr(Path, "read_bytes", lambda _: pytest.fail("read"))
     with (tmp_path / "x").open("wb") as file:
         file.write((10**12).to_bytes(8, "little"))
@@ -66,7 +66,7 @@ def test_what_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a file `a`, and one like it outside."""
+    """A folder with a file `a`, and a similar one outside."""
     (tmp_path / "folder" / "deep").mkdir(parents=True)
     (tmp_path / "folder" / "a").write_text("weights")
     (tmp_path / "outside").write_text("weights")
@@ -82,7 +82,7 @@ OUTSIDE = ("../outside", "deep/../../outside", "deep/../a", "../folder/a", "/dev
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "itself"])
 def test_names_that_lead_outside(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from within, where the folder has a relative path."""
+    """Also seen from within, with a relative path to the folder."""
     name = str(folder / "a") if name == "itself" else name
     entry = {"bytes": 7, "sha256": "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c"}
     (folder / INDEX).write_text(json.dumps({"weight_map": {"t": name}}))
@@ -98,7 +98,7 @@ def test_names_that_lead_outside(name: str, folder: Path, monkeypatch: pytest.Mo
 
 def test_links_in_a_circle(folder: Path) -> None:
     (folder / MANIFEST).write_text('{"files": {"loop": {"bytes": 7, "sha256": ""}}}')
-    # Since Python 3.13 they resolve to a file that is not there.
+    # Since Python 3.13 they resolve to a missing file.
     assert damage(folder) in (f"its {MANIFEST} cannot be read", "its file loop is missing")
 
 
@@ -109,7 +109,7 @@ def test_names_that_stay_inside(name: str, folder: Path, monkeypatch: pytest.Mon
 
 
 def cache(root: Path) -> Path:
-    """A repository as huggingface_hub keeps it: a revision of links to files that are named by their hash."""
+    """A repository as huggingface_hub stores it: a revision with links to files named by their hashes."""
     revision = root / "models--org--name" / "snapshots" / "c0ffee"
     (revision / "part").mkdir(parents=True)
     (root / "models--org--name" / "blobs").mkdir()
@@ -169,7 +169,7 @@ def test_a_manifest_of_other_kinds(entry: Any, folder: Path) -> None:
 
 
 def failing(*args: Any) -> Any:
-    raise OSError(5, "Input/output error")  # as `read` raises it, without the file's name
+    raise OSError(5, "Input/output error")  # as raised by `read`, without the file's name
 
 
 @pytest.mark.parametrize(

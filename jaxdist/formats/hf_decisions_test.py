@@ -1,4 +1,4 @@
-"""Every key of a config.json is decided, and the decisions are true of transformers' own classes."""
+"""Every key of a config.json is decided, in agreement with transformers' own classes."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "resnet": {"depths": [1, 1], "hidden_sizes": [16, 16], "embedding_size": 8},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# Another value for each key of which a field follows.
+# Another value for each key that sets a field.
 OTHERS: dict[str, Any] = {
     "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 8, "num_key_value_heads": 1,
     "sliding_window": 5, "use_sliding_window": False, "layer_types": ["full_attention", "sliding_attention"],
@@ -43,12 +43,12 @@ OTHERS: dict[str, Any] = {
 
 
 def of(model_type: str, /, **more: Any) -> dict[str, Any]:
-    """Copies, which transformers may change."""
+    """Copies, as transformers may change them."""
     return copy.deepcopy({"model_type": model_type} | SETTINGS[model_type] | more)
 
 
 def values_of(settings: dict[str, Any]) -> dict[str, Any] | str:
-    """The model section, or what is refused."""
+    """The model section, or the message of a refusal."""
     try:
         return from_settings(settings)
     except ConfigError as error:
@@ -57,7 +57,8 @@ def values_of(settings: dict[str, Any]) -> dict[str, Any] | str:
 
 @pytest.mark.parametrize("model_type", DECISIONS)
 def test_every_key_of_transformers_is_decided(model_type: str) -> None:
-    """Those of this version. Look a new one up in the model's code, and add it to the family's huggingface.py."""
+    """For this version of transformers. For a new key read the model's code, and add it to the family's
+    huggingface.py."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(model_type)
     keys = {*config.to_dict(), *(field.name for field in dataclasses.fields(config)), *config.attribute_map}
@@ -66,7 +67,7 @@ def test_every_key_of_transformers_is_decided(model_type: str) -> None:
         *transformers.GenerationConfig._get_default_generation_params(),
     }
     assert not keys - DECISIONS[model_type].keys(), "not decided"
-    # Its own defaults are computed: no wrong value is fixed.
+    # The defaults are computed: no wrong value is pinned.
     check(json.loads(config.to_json_string()), DECISIONS[model_type])
     for name, decision in DECISIONS[model_type].items():
         if decision.effect is Effect.NOTED:
@@ -112,8 +113,8 @@ def test_what_is_fixed_is_refused_by_name_and_all_at_once(model_type: str) -> No
 
 
 @pytest.mark.parametrize("model_type", [name for name in DECISIONS if name != "resnet"])
-def test_what_has_no_effect_changes_no_logit_of_transformers(model_type: str) -> None:
-    """Nor what is of training alone, as dropout and the padding's embedding. Another value of each, all at once."""
+def test_ignored_keys_change_no_logit_of_transformers(model_type: str) -> None:
+    """Also keys for training alone, such as dropout and the padding's embedding. Changes all at once."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     ids = torch.arange(24).reshape(2, 12)
 
@@ -132,13 +133,13 @@ def test_what_has_no_effect_changes_no_logit_of_transformers(model_type: str) ->
         if name in free and type(value) in (bool, int, float) and name != "return_dict":
             changed[name] = not value if isinstance(value, bool) else 0.5 if isinstance(value, float) else value + 3
     assert len(changed) > 4
-    assert torch.allclose(logits(**changed), logits(), rtol=1e-5, atol=1e-5)  # one orders GPT-2's sums otherwise
+    assert torch.allclose(logits(**changed), logits(), rtol=1e-5, atol=1e-5)  # one key reorders GPT-2's sums
     scaled = {"rope_parameters": LLAMA3} if model_type != "gpt2" else {"activation_function": "gelu"}
-    assert not torch.allclose(logits(**scaled), logits(), rtol=1e-5, atol=1e-5)  # what is honoured does
+    assert not torch.allclose(logits(**scaled), logits(), rtol=1e-5, atol=1e-5)  # a key that is read does
 
 
 def test_dropout_is_reported() -> None:
-    """Of GPT-2 also where it is not in the file: transformers' default is 0.1."""
+    """For GPT-2 also if absent: transformers' default is 0.1."""
     assert notes_on(of("llama", attention_dropout=0.1)) == ["attention_dropout = 0.1: jaxdist trains without dropout"]
     assert not notes_on(of("qwen3", attention_dropout=0.0))
     (line,) = notes_on(of("gpt2", embd_pdrop=0.0))
@@ -157,7 +158,7 @@ def test_keys_that_are_not_known_are_reported() -> None:
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_without_router_logits_there_is_no_balance_loss(model_type: str) -> None:
-    """Which is transformers' default; and back."""
+    """As by transformers' default; converts both ways."""
     for given, balance in (({"output_router_logits": True}, 0.02), ({"output_router_logits": False}, 0.0), ({}, 0.0)):
         settings = {n: v for n, v in of(model_type).items() if n != "output_router_logits"} | given
         assert from_settings(settings | {"router_aux_loss_coef": 0.02})["balance"] == balance
@@ -166,7 +167,7 @@ def test_without_router_logits_there_is_no_balance_loss(model_type: str) -> None
 
 
 def test_a_top_level_original_length_has_priority(tmp_path: Path) -> None:
-    """As in transformers 5, whose frequencies are the right ones."""
+    """As in transformers 5, whose frequencies are right."""
     for within in ({}, {"original_max_position_embeddings": 16}):
         for key in ("rope_scaling", "rope_parameters"):
             settings = of("llama", original_max_position_embeddings=8, **{key: LLAMA3 | within})
@@ -220,7 +221,7 @@ def test_a_fix_that_leaves_a_key_out_is_right(tmp_path: Path) -> None:
 
 
 def test_all_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
-    """In lines that each name the file; what the message names, put right, is read."""
+    """One line per key, each naming the file; following all of them makes it readable."""
     wrong = {"hidden_size": "64", "vocab_size": 0, "num_hidden_layers": None, "hidden_act": "relu"}
     wrong |= {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
     (tmp_path / "config.json").write_text(json.dumps(of("llama", **wrong)))
@@ -237,8 +238,8 @@ def test_all_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
         assert "activation_function = " in str(values_of(of("gpt2", activation_function=other, n_head=0)))
 
 
-def test_what_a_rotation_states_without_effect_is_reported() -> None:
-    """As in transformers 5, which takes the default where no rope_type is given."""
+def test_ignored_keys_of_a_rotation_are_reported() -> None:
+    """As in transformers 5, which uses the default rotation without a rope_type."""
     settings = of("qwen2", rope_theta=1e6, rope_parameters={"rope_theta": 5e5, "factor": 4.0})
     assert (values := from_settings(settings))["rope_theta"] == 5e5 and "rope_scaling" not in values
     assert notes_on(settings) == [
@@ -252,6 +253,6 @@ def test_what_a_rotation_states_without_effect_is_reported() -> None:
 
 
 def test_labels_of_a_resnet_are_counted() -> None:
-    """transformers makes two where a file says nothing, and as many as num_labels."""
+    """transformers has two by default, or num_labels."""
     for more, classes in (({}, 2), ({"num_labels": 7}, 7), ({"id2label": {"0": "a"}, "num_labels": 7}, 1)):
         assert from_settings(of("resnet", **more))["classes"] == classes

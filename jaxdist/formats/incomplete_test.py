@@ -1,4 +1,4 @@
-"""Folders of weights that lack a file: the message names it, before anything of them is read."""
+"""Folders of weights without a needed file: the message names it before anything is read."""
 
 import json
 import zipfile
@@ -50,7 +50,7 @@ def test_a_shard_that_is_not_there(index: str, shard: str, tmp_path: Path) -> No
     fix = "missing; copy that there, or download it again"
     with pytest.raises(ConfigError, match=f"{tmp_path}: {index} names {shard} and 2 more, which are {fix}"):
         indexed(tmp_path, index)
-    if index == INDEX:  # a folder of no known kind, as it has no safetensors file
+    if index == INDEX:  # a folder of unknown kind, as it has no safetensors file
         (tmp_path / "config.json").write_text("{}")
         with pytest.raises(ConfigError, match=f"{index} names {shard} and 2 more"):
             kind_of(tmp_path)

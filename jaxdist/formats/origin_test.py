@@ -1,4 +1,4 @@
-"""What a run keeps of the folder that it begins with, as far as no training is needed to see it."""
+"""Files that a run keeps from its source folder, tested without training."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def folder(path: Path, *dtypes: type) -> Path:
 
 
 def run(path: Path, source: Path | None, step: int = 0) -> Path:
-    """A run that begins with a source, as far as its checkpoint."""
+    """A run that starts from a source, up to its checkpoint."""
     with RunFolder(path, Experiment(), resume=path.exists()) as run_folder:
         begin(run_folder, Experiment(), step, lambda: companion_files(source))
     return path
@@ -65,7 +65,7 @@ def test_a_run_that_begins_with_a_run_keeps_what_that_kept(tmp_path: Path) -> No
 
 
 def test_only_the_beginning_writes(tmp_path: Path) -> None:
-    """A run with checkpoints keeps what it has; one that never saved begins anew, also with nothing."""
+    """A run with checkpoints keeps its files; one that never saved starts over, also without any."""
     one, other = folder(tmp_path / "one", np.float32), folder(tmp_path / "other", np.float32)
     (other / "notes.txt").write_text("other")
     path = run(tmp_path / "run", one)

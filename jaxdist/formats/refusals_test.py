@@ -1,4 +1,4 @@
-"""Files that are not read are named by their content, whatever they are called, with a fix."""
+"""Unsupported files are named by their content, whatever their names, with a fix."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ pytest.importorskip("torch")
 from jaxdist.convert.kinds import torch_files
 
 
-def test_what_git_lfs_has_not_fetched_is_reported(tmp_path: Path) -> None:
-    """A clone of a repository without Git LFS has a pointer in the place of each large file."""
+def test_pointers_of_git_lfs_are_reported(tmp_path: Path) -> None:
+    """Without Git LFS a clone has a pointer in place of each large file."""
     pointer, told = (
         f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 9\n",
         "by git lfs pull",

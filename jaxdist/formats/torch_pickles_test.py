@@ -1,4 +1,4 @@
-"""Hostile pickles, of a few bytes that ask for memory or time, are refused; what `torch.save` writes is not."""
+"""Hostile pickles, small but costly in memory or time, are refused; those of `torch.save` are not."""
 
 import collections
 import importlib
@@ -21,9 +21,9 @@ torch = pytest.importorskip("torch")
 torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
 torch_records = importlib.import_module("jaxdist.convert.kinds.torch_records")
 
-PAIRS = b")q\x00" + b"h\x00\x86q\x00" * 60  # a tuple of one twice, of that twice, ...: 2^60 values
+PAIRS = b")q\x00" + b"h\x00\x86q\x00" * 60  # a tuple with one value twice, one with that twice, ...: 2^60 values
 BILLION = b"J\x00\xca\x9a\x3b"
-TEXT = b"X\xa0\x86\x01\x00" + b"x" * 100_000 + b"q\x01"  # in the memo, for many calls
+TEXT = b"X\xa0\x86\x01\x00" + b"x" * 100_000 + b"q\x01"  # in the memo, reused by many calls
 LATIN = b"X\x06\x00\x00\x00latin1"
 ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85cbuiltins\nbytes\n)R\x87R"
 STATE = b"(K\x01J\xa0\x86\x01\x00\x85cnumpy\ndtype\nX\x02\x00\x00\x00u1\x89\x88\x87R\x89h\x02tb"
@@ -68,15 +68,15 @@ WHY = (
 
 
 def file_of(folder: Path, content: bytes, old: bool) -> Path:
-    """A file of torch.save's with this pickle."""
+    """A torch.save file with this pickle."""
     file = folder / "a.pt"
     torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=not old)
     whole = b"\x80\x02" + content + b"."
     if old:
         before = file.read_bytes()
         begin = before.index(b"}", before.index(b"type_sizes")) + 1
-        begin = before.index(b".\x80\x02}", begin) + 1  # after what the system is
-        file.write_bytes(before[:begin] + whole + b"\x80\x02].")  # and no storages
+        begin = before.index(b".\x80\x02}", begin) + 1  # after the pickle about the system
+        file.write_bytes(before[:begin] + whole + b"\x80\x02].")  # without storages
     else:
         rezipped(file, with_content("data.pkl", whole))
     return file
@@ -99,7 +99,7 @@ def test_a_hostile_file(what: str, old: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 def test_it_is_read_where_nothing_is_hostile(old: bool, tmp_path: Path) -> None:
-    """So the test above says something of what it puts in."""
+    """Shows that the refusals above are due to the hostile parts."""
     few = b"}(" + b"K\x01K\x02\x86" + TEXT + b"c_codecs\nencode\nh\x01" + LATIN + b"\x86Rq\x02"
     found = torch_files.load(file_of(tmp_path, few + ARRAY + STATE + b"u", old))
     assert found[1, 2] == "x" * 100_000 and np.array_equal(found[b"x" * 100_000], np.full(100_000, ord("x")))
@@ -124,7 +124,7 @@ def test_a_hostile_index(what: str, tmp_path: Path) -> None:
 
 
 def test_more_operations_than_a_checkpoint_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of a byte makes a list of sixty."""
+    """Each byte creates a list of sixty."""
     file = file_of(tmp_path, b"](" + b"]" * 1000 + b"e", old=False)
     assert torch_files.load(file) == [[]] * 1000
     monkeypatch.setattr(pickles, "OPERATIONS", 999)
@@ -133,7 +133,7 @@ def test_more_operations_than_a_checkpoint_has(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_pickle_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file may have holes, and few bytes on the disk."""
+    """A sparse file may take few bytes on disk."""
     file = file_of(tmp_path, TEXT, old=False)
     assert torch_files.load(file) == "x" * 100_000
     monkeypatch.setattr(torch_zips, "MOST_BYTES", 1000)
@@ -150,7 +150,7 @@ def test_another_protocol(old: bool, tmp_path: Path) -> None:
 
 
 def optimizer(name: str, lines: list[Any]) -> Any:
-    """That of torch of that name, after a few steps."""
+    """torch's optimizer of that name after a few steps."""
     kind = getattr(torch.optim, name)
     made = kind(lines, lr=0.1)
     for _ in range(3):

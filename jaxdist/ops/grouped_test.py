@@ -1,4 +1,4 @@
-"""Products by blocks of rows against those of each row with its own kernel, and their derivatives."""
+"""Products by blocks of rows against products of each row with its own kernel, and their derivatives."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def plain(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array) -> jax.Ar
 
 
 def differs(product: Product, counts: list[int], beyond: int) -> float:
-    """The largest difference of results and of both gradients, over rows that are in a group."""
+    """Largest difference of results and both gradients, over rows in a group."""
     random, rows = np.random.default_rng(0), sum(counts) + beyond
     with jax.enable_x64(True):
         x, kernel, outer = (
@@ -49,13 +49,13 @@ CASES = [(counts, beyond) for counts in COUNTS for beyond in (0, 17)]
 
 @pytest.mark.parametrize("case", often(CASES, [(COUNTS[2], 0), (COUNTS[5], 17)]), ids=str)
 def test_all_rows_in_their_groups(case: tuple[list[int], int]) -> None:
-    """Groups of any size, empty ones, and rows that are in none."""
+    """Groups of any size, empty ones, and rows in none."""
     assert differs(by_blocks, *case) < 1e-14
     assert differs(lax.ragged_dot, *case) < 1e-14
 
 
-def test_rows_of_other_groups_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that takes all its M rows for its own has the next group's in the gradient of its kernel."""
+def test_rows_of_another_group_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that counts all its M rows as its own adds the next group's to its kernel's gradient."""
     right = blocks
 
     def greedy(counts_E: jax.Array, rows: int, most: int) -> tuple[Block, jax.Array]:
@@ -75,7 +75,7 @@ def test_blocks_hold_each_row_once() -> None:
         assert [group for group, _ in rows_in] == [group for group, count in enumerate(counts) for _ in range(count)]
 
 
-def test_how_many_rows_a_block_has() -> None:
-    """Half of a group's if all are alike, as long as these are few; a sixteenth where they are many."""
+def test_rows_per_block() -> None:
+    """Half of an even group's rows while these are few; a sixteenth if they are many."""
     assert [rows_of(rows, 8) for rows in (3, 2048, 16 * 4096)] == [1, 128, 512]
     assert rows_of(2**20, 8) == 2**20 // 128

@@ -1,4 +1,4 @@
-"""Which tokens reach which experts, against a loop over tokens: dropless, and with room in each sequence."""
+"""Routing of tokens to experts, against a loop over tokens: dropless, and with capacity per sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ MODEL = Mixture(family="mixtral", experts=E, top_k=K)
 
 
 def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens [B, T, D], weights and choices [B, T, k], in which the first experts are liked most."""
+    """Tokens [B, T, D], weights and choices [B, T, k]; the first experts are preferred."""
     random = np.random.default_rng(0)
     liked = random.normal(size=(B, T, E)) - np.arange(E)
     return (
@@ -33,7 +33,7 @@ def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def looped(x: np.ndarray, weights: np.ndarray, chosen: np.ndarray, rooms: list[int]) -> np.ndarray:
-    """Expert e multiplies by e + 1; of sequence b it takes the first rooms[b] tokens that come to it."""
+    """Expert e multiplies by e + 1; it takes the first rooms[b] of the tokens of sequence b routed to it."""
     y = np.zeros_like(x)
     for b in range(B):
         taken = np.zeros(E, int)
@@ -46,7 +46,7 @@ def looped(x: np.ndarray, weights: np.ndarray, chosen: np.ndarray, rooms: list[i
 
 
 def dispatched(devices: int, capacity: float, valid: np.ndarray) -> np.ndarray:
-    """What a mesh whose axis `expert` has so many devices makes of them; `valid` [B, T]."""
+    """Result on a mesh with so many devices along `expert`; `valid` [B, T]."""
     sizes = [devices if axis == "expert" else 1 for axis in AXES]
     mesh = jax.make_mesh(sizes, AXES, devices=jax.devices()[:devices], axis_types=(AxisType.Auto,) * len(AXES))
     row = experts.dispatch(MODEL.model_copy(update={"capacity": capacity}))
@@ -70,13 +70,14 @@ def test_experts_take_what_they_have_room_for(devices: int, capacity: float) -> 
     assert room == {0.0: T, 0.6: 2, 1.0: 3, 9.0: T}[capacity]
     found = dispatched(devices, capacity, np.ones((B, T), bool))
     np.testing.assert_allclose(found, looped(*tokens(), [room] * B), rtol=1e-5, atol=1e-6)
-    if room < T:  # the loop sees one more that is taken
+    if room < T:  # one more token would change the loop's result
         assert np.abs(found - looped(*tokens(), [room + 1] * B)).max() > 0.1
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_padding_makes_no_room(devices: int) -> None:
-    """Room is an even share of the tokens up to the last valid one: a token without a loss before it is not padding."""
+    """Capacity is an even share of the tokens up to the last valid one: earlier tokens without a loss are not
+    padding."""
     lengths = [6, 3, 1, 5]
     valid = np.arange(T) < np.array(lengths)[:, None]
     valid[3, 2] = False
@@ -87,4 +88,4 @@ def test_padding_makes_no_room(devices: int) -> None:
     right = looped(*tokens(), rooms)
     np.testing.assert_allclose(found[valid], right[valid], rtol=1e-5, atol=1e-6)
     padded = looped(*tokens(), [capped.room(T)] * B)
-    assert np.abs(found - padded)[valid].max() > 0.1  # planted: room for an even share of padding as well
+    assert np.abs(found - padded)[valid].max() > 0.1  # planted: capacity counts padding

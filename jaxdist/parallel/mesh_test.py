@@ -1,4 +1,4 @@
-"""What JAX's devices run on, seen from outside: it is settled once per process."""
+"""Devices and threads that JAX uses, seen from outside: they are settled once per process."""
 
 import os
 import subprocess
@@ -31,14 +31,14 @@ print(sum("XLAEigen" in name for name in names))
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by /proc")
 @pytest.mark.parametrize(("given", "threads"), [({}, max(16, os.cpu_count() or 1)), ({"NPROC": "5"}, 5)])
 def test_a_device_can_wait_in_several_collectives(given: dict[str, str], threads: int) -> None:
-    """Or two devices, each in a collective that the other has yet to begin, would wait for ever."""
+    """Otherwise two devices, each in a collective that the other has not begun, would wait for ever."""
     unset = {name: value for name, value in os.environ.items() if name not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=unset | given)
     assert done.stdout.split() == [str(threads)], done.stderr
 
 
 def test_a_program_that_does_not_join_the_processes_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would train alone, on all devices, and write over the others."""
+    """Each process would train alone, on all devices, and overwrite the others' files."""
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match="WORLD_SIZE = 8"):
         mesh.make_mesh(tiny(), "cpu")
@@ -47,10 +47,10 @@ def test_a_program_that_does_not_join_the_processes_of_a_launcher_is_refused(mon
 @pytest.mark.parametrize(
     ("neighbours", "given", "own"),
     [
-        ((2,), None, "all"),  # one process a machine
-        ((0, 1, 2, 3), None, "4,5"),  # two GPUs each, this one being the third
-        ((2, 3), "4,5,6,7", "0,1"),  # numbers count within those that can be seen
-        ((0, 1, 2, 3), "6,7", "all"),  # the launcher has dealt them out
+        ((2,), None, "all"),  # one process per machine
+        ((0, 1, 2, 3), None, "4,5"),  # two GPUs each; this process is the third
+        ((2, 3), "4,5,6,7", "0,1"),  # indices count the visible ones
+        ((0, 1, 2, 3), "6,7", "all"),  # the launcher has assigned them
     ],
 )
 def test_processes_of_a_machine_share_its_gpus(

@@ -1,4 +1,4 @@
-"""What a schedule promises: when what is done, how long stages wait, how much they keep, and where layers lie."""
+"""Guarantees of a schedule: order of work, idle time of stages, memory, and placement of layers."""
 
 import math
 from pathlib import Path
@@ -35,7 +35,7 @@ TABLES = [Timetable(S, v, M) for S in (1, 2, 3, 4) for v in (1, 2, 3) for M in (
 
 @pytest.mark.parametrize("table", TABLES, ids=str)
 def test_every_microbatch_goes_through_every_chunk_once_and_in_order(table: Timetable) -> None:
-    """Each at the tick after the stage before it, which is what a message that is sent on at once takes."""
+    """Each one tick after the stage before it, as needed to send a message at once."""
     S, v, M = table.stages, table.chunks, table.microbatches
     done: dict[tuple[int, int], list[int]] = {}
     for stage in range(S):
@@ -50,7 +50,7 @@ def test_every_microbatch_goes_through_every_chunk_once_and_in_order(table: Time
 
 @pytest.mark.parametrize("table", TABLES, ids=str)
 def test_the_bubble_is_the_closed_form(table: Timetable) -> None:
-    """(p-1)/(m+p-1), and with v parts a stage (p-1)/(mv+p-1); more only where p does not divide m."""
+    """(p-1)/(m+p-1), and with v chunks per stage (p-1)/(mv+p-1); larger only if p does not divide m."""
     S, v, M = table.stages, table.chunks, table.microbatches
     least = (S - 1) / (M * v + S - 1)
     assert table.bubble >= least - 1e-15
@@ -68,7 +68,7 @@ def test_the_bubble_is_reported() -> None:
 
 
 def temporary(schedule: str, microbatches: int) -> int:
-    """Bytes of scratch memory of a compiled step, of sequences that are long beside the weights."""
+    """Bytes of temporary memory of a compiled step with sequences that dominate the weights."""
     chunks = {"Interleaved1F1B": 2}.get(schedule, 1)
     p = program(
         model=dict(DEEP, layers=8, positions=128),
@@ -81,19 +81,19 @@ def temporary(schedule: str, microbatches: int) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-INPUT = 128 * 40 * 4  # bytes of what a stage keeps of a microbatch: T · D numbers
+INPUT = 128 * 40 * 4  # bytes that a stage keeps of a microbatch: T · D numbers
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", slow(["1F1B", "Interleaved1F1B"]))
 def test_memory_does_not_grow_with_microbatches(schedule: str) -> None:
     few, many = temporary(schedule, 8), temporary(schedule, 32)
-    assert many - few < 24 * INPUT / 10  # of a tenth of the inputs of 24 microbatches more
+    assert many - few < 24 * INPUT / 10  # a tenth of the inputs of 24 more microbatches
 
 
 @pytest.mark.slow
 def test_memory_of_gpipe_grows_with_them() -> None:
-    """Which the bound above would see."""
+    """Shows that the bound above can fail."""
     few, many = temporary("GPipe", 8), temporary("GPipe", 32)
     assert 24 * INPUT <= many - few < 3 * 24 * INPUT
 
@@ -138,7 +138,7 @@ def test_layers_lie_in_the_order_of_stages() -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
-    """A checkpoint has the layers in order: 3 steps interleaved, and 3 on another mesh, are 6 on one device."""
+    """A checkpoint has the layers in order: 3 interleaved steps and 3 on another mesh equal 6 on one device."""
     first, second, alone = program(**STAGES["interleaved"]), program(parallel={"mesh": "fsdp=2"}), program()
     given = batches(first.experiment, 6)
     state = first.initialize()
@@ -188,7 +188,7 @@ def test_bf16_loses_no_more_than_without_stages(batches: Any) -> None:
 
 
 def wrong_microbatch(pick: Any) -> Any:
-    """Every stage but the first takes the tokens and targets of the microbatch after the one that it receives."""
+    """Every stage but the first uses the tokens and targets of the microbatch after the one that it receives."""
 
     def wrong(parts: Any, m: Any) -> Any:
         return pick(parts, jnp.where(lax.axis_index("pipeline") > 0, (m + 1) % len(parts.targets), m))
@@ -202,7 +202,7 @@ def sent_twice_as_far(shift: Any) -> Any:
 
 
 def busy_always(at: Any) -> Any:
-    """Ticks in which a stage has nothing to do count."""
+    """Idle ticks of a stage count too."""
 
     def wrong(self: Timetable, slot: Any) -> Any:
         m, c, busy = at(self, slot)
@@ -232,7 +232,7 @@ def test_planted_mistakes_are_caught(
 
 @pytest.mark.slow
 def test_a_tied_embedding_not_summed_over_stages_is_caught(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage's gradient goes for that of all; the loss of the first step cannot tell."""
+    """The first stage's gradient replaces the sum; the first step's loss cannot show it."""
     sections = {"model": GPT2 | {"layers": 4, "tied": True}}
     right = train(tiny(**sections), batches, 2)
     add = OneFOneB.add

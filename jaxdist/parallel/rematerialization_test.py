@@ -1,4 +1,4 @@
-"""What a device holds: its share of the state, and as many activations as the mode of rematerialization keeps."""
+"""Memory of a device: its share of the state, and the activations that the rematerialization mode keeps."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from jaxdist.training.step import TrainState
 
 pytestmark = pytest.mark.long
 
-# With XLA's own code for fusions, which the conftest goes without: it decides on what is copied.
+# With XLA's fusion emitters, which conftest.py turns off: they decide what is copied.
 AS_FOR_A_USER = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 
 
@@ -57,7 +57,7 @@ def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimize
     state = p.initialize()
     whole = metrics.parameter_count(p.param_specs) * 4
     assert bytes_on_device(state.parameters) == whole // parameters
-    counts = 2 * 4  # the step counts of Adam and of the schedule
+    counts = 2 * 4  # step counts of Adam and of the schedule
     assert bytes_on_device(state.optimizer) == 2 * whole // optimizer + counts
     found = reported(p)
     assert (found["parameters"], found["optimizer_state"]) == (
@@ -66,8 +66,8 @@ def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimize
     )
 
 
-def test_what_is_reported_is_what_is_held() -> None:
-    """Of a state that lies otherwise than declared, each device holding all of its moments."""
+def test_reported_memory_is_that_of_the_arrays() -> None:
+    """For a state whose moments are replicated on each device, contrary to their specs."""
     p = program(parallel={"mesh": "8x1"})
     state, declared = p.initialize(), reported(p)
     assert reported(p, state) == declared
@@ -78,7 +78,7 @@ def test_what_is_reported_is_what_is_held() -> None:
 
 
 def gradients(p: Program, batch: Any) -> Any:
-    """The gradients that a step holds before they are reduced, each device's own: [devices that differ, ...]."""
+    """Gradients of a step before they are reduced, per device: [devices that differ, ...]."""
     sharded = p.strategy.gradients
     apart = {n: tuple(a for a in LOSS_AXES if a not in spec.mesh_axes(sharded)) for n, spec in p.param_specs.items()}
     specs = {n: P(apart[n], *spec.split(sharded)) for n, spec in p.param_specs.items()}
@@ -111,11 +111,11 @@ def test_gradients_are_the_share_that_is_reported(
 
 
 def test_initialization_never_holds_the_whole_model() -> None:
-    """Drawing a weight born sharded needs no more than its share of memory, arguments to the draw included."""
+    """Drawing a sharded weight takes no more than its share of memory, including arguments."""
     p = program(model=dict(tiny().model.model_dump(), dim=256, hidden=1024, layers=8), parallel={"mesh": "8x1"})
     analysis: Any = jax.jit(p.initial, out_shardings=p.shardings(p.partition_specs)).lower().compile().memory_analysis()
     whole = metrics.parameter_count(p.param_specs) * 4
-    assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 0.6 * whole  # 3/8 are the state itself
+    assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 0.6 * whole  # the state itself takes 3/8
 
 
 def temporary(remat: str, every: int = 1, **sections: Any) -> int:
@@ -135,7 +135,7 @@ LAYERS = 16
 
 
 def scratch(mesh: str, remat: str, every: int = 1) -> float:
-    """Scratch memory of the compiled step over the bytes of the whole model, where weights dwarf activations."""
+    """Temporary memory of the compiled step over the bytes of the whole model, with weights that dwarf activations."""
     model = dict(tiny().model.model_dump(), layers=LAYERS, dim=256, hidden=1024)
     p = program(
         model=model,
@@ -149,7 +149,7 @@ def scratch(mesh: str, remat: str, every: int = 1) -> float:
 
 
 def allowed(devices: int) -> float:
-    """A device's share of the gradients twice, accumulated and of one microbatch, and two blocks whole."""
+    """A device's share of the gradients twice (accumulated and of one microbatch), and two full blocks."""
     return 2 / devices + 2 / LAYERS
 
 
@@ -161,7 +161,7 @@ DEVICES = [8, *slow([1])]
     ("remat", "every"), [("none", 1), *(pytest.param("full", every, marks=pytest.mark.slow) for every in (1, 2))]
 )
 def test_a_step_copies_no_weights(devices: int, remat: str, every: int) -> None:
-    """Neither gathered weights nor slices of the stack are kept from forward to backward, in any mode."""
+    """No mode keeps gathered weights or slices of the stack from forward to backward."""
     assert scratch(f"{devices}x1", remat, every) < allowed(devices)
 
 
@@ -175,7 +175,7 @@ def test_kept_weights_are_caught(devices: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX 0.11 sees through slices: nothing is copied")
 @pytest.mark.parametrize("devices", DEVICES)
 def test_copied_slices_are_caught(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sliced outside of the checkpoint, every block's weights are stacked once more for the backward pass."""
+    """Planted: slices outside of the checkpoint are stacked once more for the backward pass."""
 
     def copying(par: Any, layers: Any, x: Any, rematerialize: Any, *rest: Any) -> Any:
         graph, weights = nnx.split(layers)

@@ -1,4 +1,4 @@
-"""Attention over times that lie on several devices, against attention on one: values, gradients and bytes."""
+"""Attention over times on several devices against attention on one: values, gradients and bytes."""
 
 from itertools import product
 from typing import Any
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 
 B, H, K, C = 2, 8, 4, 3
 SPEC = P(None, "context")
-BOUND = 1e-14  # relative, of sums of at most 48 terms in float64
+BOUND = 1e-14  # relative, for sums of at most 48 terms in float64
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def meet(context: Context, n: int, window: int) -> Any:
 
 
 def error(context: Context, n: int, window: int, length: int = 48) -> float:
-    """Largest relative difference from one device's, of the result and of each gradient."""
+    """Largest relative difference from one device's, of the result and each gradient."""
     *x, dy = inputs(length)
     y, backward = jax.vjp(lambda q, k, v: attend(q, k, v, window), *map(jnp.asarray, x))
     order = context.order(length, n)
@@ -59,7 +59,7 @@ def error(context: Context, n: int, window: int, length: int = 48) -> float:
     return max(float(np.linalg.norm(a - b[:, order]) / np.linalg.norm([*b.ravel(), *y.ravel()])) for a, b in pairs)
 
 
-# An odd number of devices, and windows over several of them and within one.
+# An odd number of devices, and windows across several and within one.
 QUICK = [(3, 13), (4, 0), (4, 5)]
 
 
@@ -76,13 +76,13 @@ def test_ulysses_attends_as_one_device(n: int, window: int) -> None:
 
 
 def test_a_step_masked_wrongly_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two late chunks, or early ones, the pair that is not to be seen."""
+    """For two late or two early chunks the pair to mask is wrong."""
     monkeypatch.setattr(ring_attention, "_others", lambda step: ((1, 0), (0, 0)))
     assert error(Ring(), 4, 0) > 1e-3
 
 
 def test_gradients_that_stay_away_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without their last way, home: those of the keys are the neighbour's."""
+    """Without their last exchange key gradients stay with the neighbour."""
     monkeypatch.setattr(ring_attention, "_home", lambda gradients: gradients)
     assert error(Ring(), 4, 0) > 1e-3
 
@@ -101,7 +101,7 @@ def test_rows_are_in_the_order_of_the_devices(context: Context, n: int) -> None:
 
 
 def test_a_ring_costs_every_device_alike() -> None:
-    """Pairs of query and key that are to be seen, by device."""
+    """Number of unmasked pairs of query and key, by device."""
     order = Ring().order(48, 4).reshape(4, -1)
     seen = [sum(int(t) + 1 for t in times) for times in order]
     assert len(set(seen)) == 1
@@ -109,7 +109,7 @@ def test_a_ring_costs_every_device_alike() -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_bytes(n: int) -> None:
-    """As `parallel/context.py` says, forward and backward."""
+    """As documented in `parallel/context.py`, forward and backward."""
     keys, queries = (B * 48 * heads * C * 8 for heads in (2 * K, H))
 
     def sent(context: Context) -> float:
@@ -120,7 +120,7 @@ def test_bytes(n: int) -> None:
 
 
 def test_a_ring_keeps_no_scores() -> None:
-    """What is kept for the backward pass: the inputs, the result, and a number a query."""
+    """The backward pass saves the inputs, the result, and one number per query."""
     q, k, v, _ = map(jnp.asarray, inputs(48))
     mesh = jax.make_mesh((2,), ("context",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     sizes = []
@@ -136,7 +136,7 @@ def test_a_ring_keeps_no_scores() -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 13])
 def test_a_fused_kernel_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """Of what is sent to cuDNN, as XLA's own attention understands it."""
+    """Arguments for cuDNN, evaluated by XLA's own attention."""
     asked = []
 
     def by_xla(*x: jax.Array, implementation: str, **options: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Steps compiled for GPUs that are not at hand, by processes of their own, as the plugin is to be told before JAX; and
-the closed form against what was compiled."""
+"""Steps compiled for absent GPUs, in separate processes as the plugin must be configured before JAX starts; and the
+closed form against compiled memory."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from jaxdist.planner.plans import Plan
 
 @pytest.mark.parametrize("name", [name for name, device in shipped().items() if device.platform == "gpu"])
 def test_a_chip_is_named(name: str) -> None:
-    """What hardware.toml says of it, as the numbers of XLA's own descriptions."""
+    """hardware.toml's figures agree with XLA's own descriptions."""
     device = shipped()[name]
     assert device.chip
     said = gpus.target(device)
@@ -47,7 +47,7 @@ def test_a_gpu_without_its_chip_is_not_taken_for_a_cpu(monkeypatch: pytest.Monke
         compile_plan(tiny(), shipped()["h100"].model_copy(update={"chip": None}))
 
 
-# GB that a step holds on each of so many H100, as `python -m jaxdist.plan --compiled` says with jax 0.10.2.
+# GB that a step holds on each of these H100, by `python -m jaxdist.plan --compiled` with jax 0.10.2.
 PEAKS: list[tuple[str, dict[str, str], float]] = [
     ("llama-1b", {"parallel.mesh": "1x1"}, 90.70),
     ("llama-1b", {"parallel.mesh": "1x1", "train.batch": "8", "memory.remat": "full"}, 31.26),
@@ -120,12 +120,11 @@ IMAGES: list[tuple[str, dict[str, str], float]] = [
     ("resnet-50", {"parallel.mesh": "8x1"} | BF16, 1.691),
     ("resnet-50", {"parallel.mesh": "data=2,fsdp=4", "train.batch": "2048", "optimizer.name": "adamw"} | BF16, 12.763),
 ]  # fmt: skip
-# Of these XLA holds more than the closed form has, of which the last number is the share: gradients of many small
-# experts, and the logits' beside those of the last block; gradients of two stages' last tick, which it unrolls; in
-# float32, without fused attention, the logits' gradient beside the last block's scores, with the mask and what it fills
-# in, and logits once more where it pads them; of narrow parameters float32 zeros for the embedding's gradient from
-# before the blocks' backward pass, and beside the ring the logits' gradient; of images, few enough, differences from a
-# batch norm's mean that its fusions keep.
+# XLA holds more than the closed form; the last number is the form's share. Many small experts: their gradients, and the
+# logits' beside the last block's. Two stages: gradients of their last tick, which it unrolls. float32, without fused
+# attention: the logits' gradient beside the last block's scores, the mask and its fill, and padded logits once more.
+# Narrow parameters: float32 zeros for the embedding's gradient from before the blocks' backward pass, and beside the
+# ring the logits' gradient. Few images: differences from a batch norm's mean that its fusions keep.
 FAR: list[tuple[str, dict[str, str], float, float]] = [
     ("qwen3-30b-a3b", {"parallel.mesh": "fsdp=4,expert=2", "model.layers": "4"}, 16.70, 0.885),
     ("llama-1b", {"parallel.mesh": "pipeline=2", "train.accumulation": "8"}, 27.15, 0.870),
@@ -137,7 +136,7 @@ FAR: list[tuple[str, dict[str, str], float, float]] = [
     ("resnet-50", {"parallel.mesh": "8x1", "train.accumulation": "4"} | BF16, 0.599, 0.882),
     ("resnet-digits", {"parallel.mesh": "4x1", "train.batch": "4096"} | BF16, 0.01156, 0.783),
 ]
-# Of these it holds less: of the one-tick phases of two stages over fsdp, and of a mixture whose parameters are narrow.
+# XLA holds less: for one-tick phases of two stages over fsdp, and a mixture with narrow parameters.
 MUCH: list[tuple[str, dict[str, str], float, float]] = [
     ("llama-1b", {"parallel.mesh": "pipeline=2,fsdp=4", "train.accumulation": "4"}, 8.05, 1.200),
     ("mixtral-8x7b", {"parallel.mesh": "fsdp=8,expert=8", "train.batch": "64"} | TRUE, 24.30, 1.126),
@@ -149,7 +148,7 @@ def named(row: tuple[Any, ...]) -> str:
 
 
 def ratio(config: str, fields: dict[str, str], peak: float) -> float:
-    """The closed form's peak over the compiled program's."""
+    """Closed-form peak over the compiled program's."""
     return Plan(load(config, fields), shipped()["h100"]).memory["peak"] / 1e9 / peak
 
 
@@ -165,7 +164,7 @@ def test_the_closed_form_of_narrow_parameters(row: tuple[str, dict[str, str], fl
 
 @pytest.mark.parametrize("row", IMAGES, ids=named)
 def test_the_closed_form_of_images(row: tuple[str, dict[str, str], float]) -> None:
-    """cuDNN's workspaces are not in it, nor are they in what is compiled without a GPU, which has none chosen."""
+    """Neither includes cuDNN's workspaces: without a GPU none are chosen."""
     assert ratio(*row) == pytest.approx(1, rel=0.1)
 
 
@@ -188,7 +187,7 @@ def compiled(*arguments: str) -> dict[str, Any]:
 
 needed = pytest.mark.skipif(not gpus.installed(), reason="JAX's CUDA plugin is not installed: jaxdist[cuda12]")
 ROWS = [row[:3] for row in (*PEAKS, *NARROW, *IMAGES, *FAR, *MUCH)]
-AGAIN = (PEAKS[3], PEAKS[5], FAR[-1][:3])  # in every run
+AGAIN = (PEAKS[3], PEAKS[5], FAR[-1][:3])  # run by every suite
 
 
 @pytest.mark.long
@@ -208,8 +207,8 @@ LLAMA = ("--config", "llama-3.1-8b", "--model.layers", "4", "--train.accumulatio
 @needed
 @pytest.mark.parametrize("overlap", ["false", "true"])
 def test_fsdp_on_eight_gpus(overlap: str) -> None:
-    """Gradients are reduce-scattered in float32, weights gathered in bfloat16, most of both beside matrix products,
-    as XLA schedules them by default and with its pipelined collectives."""
+    """Gradients are reduce-scattered in float32, weights gathered in bfloat16, most of both overlapped with matrix
+    products, both by XLA's default schedule and with pipelined collectives."""
     found = compiled(*LLAMA, overlap, "--mesh", "8x1")
     program = found["compiled"]
     assert program["platform"] == "gpu"
@@ -234,8 +233,8 @@ def test_gradients_of_another_dtype_are_seen() -> None:
 @needed
 @pytest.mark.parametrize(("reduce", "dtype"), [("float32", "f32"), ("bfloat16", "bf16")])
 def test_two_machines(reduce: str, dtype: str) -> None:
-    """Gradients are reduce-scattered within a machine and summed between machines in the dtype that was asked for, and
-    of what blocks send nothing is awaited at once."""
+    """Gradients are reduce-scattered within a machine and summed between machines in the requested dtype; no collective
+    of the blocks is awaited at once."""
     program = compiled(*LLAMA, "false", "--mesh", "data=2,fsdp=8", "--precision.reduce", reduce)["compiled"]
     of_blocks = [o for o in program["overlaps"] if o["looped"]]
     assert {(o["op"], o["dtype"]) for o in of_blocks} == {("all-gather", "bf16"), ("reduce-scatter", dtype)}

@@ -1,8 +1,8 @@
-"""What is read off a scheduled program."""
+"""Facts read from a scheduled program."""
 
 from jaxdist.planner.overlap import Overlap, overlaps
 
-# As XLA prints programs for GPUs, but for what is left out of each line.
+# In XLA's format for GPUs, with parts of each line left out.
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
 
@@ -31,8 +31,9 @@ ENTRY %main (p.1: f32[8]) -> f32[8] {
 """
 
 
-def test_what_runs_beside_each() -> None:
-    """Kernels between start and end, and of them products: a fusion around one, cuDNN's attention; in loops or not."""
+def test_kernels_that_overlap_each_collective() -> None:
+    """Kernels between start and end, and products among them: a fusion around one, cuDNN's attention; inside loops or
+    not."""
     assert overlaps(PROGRAM) == [
         Overlap("all-gather", "bf16", 2, looped=True, beside=2, products=1),
         Overlap("reduce-scatter", "f32", 1, looped=True, beside=2, products=1),
@@ -42,7 +43,7 @@ def test_what_runs_beside_each() -> None:
 
 
 def test_a_collective_that_is_awaited_at_once() -> None:
-    """The same program with the end right behind the start: nothing runs beside it."""
+    """The same program with the end right after the start: nothing overlaps."""
     lines = PROGRAM.splitlines()
     end = next(line for line in lines if "all-gather-done(" in line)
     lines.remove(end)

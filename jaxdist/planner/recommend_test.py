@@ -1,4 +1,4 @@
-"""What is said of the recommended plan, and where there is none: each sentence against the plans that it is about."""
+"""Reasons given for the recommended plan, or for its absence, checked against the plans that they mention."""
 
 import math
 import re
@@ -37,7 +37,8 @@ def settings(plan: Plan) -> dict[str, str]:
 
 
 def every(plan: Plan, **axes: int) -> Iterator[Plan]:
-    """All plans on as many devices with any FREE_AXES and the plan's other axes, or `axes`: more than are searched."""
+    """All plans on as many devices with any FREE_AXES, and the plan's other axes or `axes`: more than the search
+    tries."""
     model = {axis: plan.mesh[axis] for axis in AXES if axis not in FREE_AXES} | axes
     rest, batch = plan.devices // math.prod(model.values()), plan.experiment.train.batch
     meshes = [model | {"data": rest // n, "fsdp": n} for n in range(1, rest + 1) if rest % n == 0]
@@ -53,7 +54,7 @@ def every(plan: Plan, **axes: int) -> Iterator[Plan]:
 
 
 def check(plan: Plan, sentence: str) -> None:
-    """Raises AssertionError where a sentence is not true of a plan."""
+    """Raises AssertionError if a sentence is not true of a plan."""
     lead, _, verdicts = sentence.partition(": ")
     check_lead(plan, lead)
     for told in verdicts.split("; "):
@@ -149,7 +150,7 @@ def recommended(case: str) -> list[Plan]:
 @pytest.mark.long
 @pytest.mark.parametrize("case", often(CASES, ["llama-3.1-8b on 64, long", "mixtral-8x7b on 64", "resnet-50 on 8"]))
 def test_reasons_are_true(case: str) -> None:
-    """Of the first, and of the first that divides the model over each other axis."""
+    """For the first plan, and the first that divides the model over each other axis."""
     plans = recommended(case)
     axes = [axis for axis in AXES if plans[0].mesh[axis] == 1]
     chosen = [plans[0], *(next((p for p in plans if p.mesh[axis] > 1), plans[0]) for axis in axes)]
@@ -179,7 +180,7 @@ def test_every_choice_is_explained() -> None:
 
 
 def test_without_a_choice_nothing_is_reported() -> None:
-    """Of one device; and of a pipeline of one row at a time no strategy, as no devices share the batch."""
+    """On one device, and no strategy for a pipeline with one row at a time, where no devices share the batch."""
     assert reasons(recommended("default on one")[0]) == []
     plan = next(p for p in recommended("mixtral-8x7b on 64") if math.prod(p.mesh[axis] for axis in FREE_AXES) == 1)
     assert plan.experiment.parallel.strategy == "ddp"
@@ -228,7 +229,7 @@ def test_what_cannot_be_checked_is_not_claimed(sentence: str) -> None:
 
 
 def test_divided_gradients_are_tried() -> None:
-    """zero2 sends what zero1 does where there is one microbatch, and holds less."""
+    """With one microbatch zero2 sends as much as zero1 and holds less."""
     found = recommended("llama-3.1-8b on 64")
     one, two = (
         next(p for p in found if p.experiment.parallel.strategy == name and p.experiment.train.accumulation == 1)
@@ -247,7 +248,7 @@ def test_divided_gradients_are_tried() -> None:
     ],
 )
 def test_the_batch_is_named_where_no_mesh_divides_it(config: str | None, fields: dict[str, Any], devices: int) -> None:
-    """With the least larger one that serves, and to which the command line needs no other change."""
+    """With the next larger one that fits without another change to the command line."""
     device, e = hardware("h100"), load(config, fields)
     with pytest.raises(ConfigError) as error:
         recommend(e, devices, device)
@@ -262,7 +263,7 @@ def test_the_batch_is_named_where_no_mesh_divides_it(config: str | None, fields:
 
 
 def test_the_batch_is_named_where_it_does_not_fit() -> None:
-    """One that can be divided, but not into one microbatch of as few rows as memory has room for."""
+    """The batch is divisible, but not into one microbatch with as few rows as fit into memory."""
     alone = Plan(
         load("resnet-50", {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "train.batch": 8}), hardware("h100")
     )

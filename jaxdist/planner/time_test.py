@@ -1,4 +1,4 @@
-"""The closed form of a step's time: what goes into it, where it goes, and what an H200 really took."""
+"""The closed form of a step's time: its parts, and measurements on an H200."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ def plan(config: str | None, device: str = "h100", **fields: Any) -> Plan:
     return Plan(load(config, {name.replace("__", "."): value for name, value in fields.items()}), hardware(device))
 
 
-# tokens/s that one H200 made (jax 0.11.2), of steps of random tokens, and what is far away at most.
+# tokens/s measured on one H200 (jax 0.11.2), on random tokens, and the largest relative difference.
 MEASURED: list[tuple[str, dict[str, Any], float, float]] = [
     ("llama-1b", {"train__batch": 4}, 59_733, 0.05),
     ("llama-1b", {"train__batch": 4, "memory__remat": "full"}, 52_479, 0.05),
@@ -40,8 +40,8 @@ def test_what_a_gpu_took(config: str, fields: dict[str, Any], took: float, withi
 
 
 def test_arithmetic_is_what_a_run_reports() -> None:
-    """Where nothing is computed again, the products and attention of all devices are `flops_per_token`'s, but for the
-    fifth product of attention's backward pass."""
+    """Without recomputation, products and attention of all devices equal `flops_per_token`'s, except for the fifth
+    product of attention's backward pass."""
     one = plan("llama-1b", memory__remat="none", train__batch=8)
     done, tokens = one.footprint.work, 8 * 4096
     assert done.products + done.attention * 6 / 7 == pytest.approx(one.flops_per_token * tokens, rel=1e-3)
@@ -52,7 +52,7 @@ def test_arithmetic_is_what_a_run_reports() -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 20])
 def test_keys_are_counted_as_the_mask_has_them(window: int) -> None:
-    """But for what the convention of T/2 leaves out: half a key where all are seen."""
+    """Less the T/2 convention's omission: half a key where all are visible."""
     times, model = 8, load(None, {"model.window": window}).model
     assert isinstance(model, Llama)
     seen = sum(0 <= t - s < (window or times) for t in range(times) for s in range(times)) / times
@@ -60,7 +60,7 @@ def test_keys_are_counted_as_the_mask_has_them(window: int) -> None:
 
 
 def test_a_window_is_less_arithmetic_in_a_run_and_in_a_plan() -> None:
-    """In products and attention together a device never does more than its rate."""
+    """In products and attention together a device never exceeds its rate."""
     fields: dict[str, Any] = {"memory__remat": "none", "data__sequence": 32768, "model__positions": 32768}
     whole, windowed = (plan("mistral-7b", train__batch=8, model__window=w, **fields) for w in (0, 4096))
     tokens = 8 * 32768
@@ -72,8 +72,8 @@ def test_a_window_is_less_arithmetic_in_a_run_and_in_a_plan() -> None:
     assert whole.flops_per_token - windowed.flops_per_token == pytest.approx(layers * (16384 - (4096 - 256)))
 
 
-def test_of_experts_those_multiply_that_a_token_goes_to() -> None:
-    """On a TPU; elsewhere by blocks of rows, the last of which are half empty."""
+def test_only_chosen_experts_multiply() -> None:
+    """On a TPU; elsewhere in blocks of rows, the last ones half empty."""
     e = plan("mixtral-8x7b", memory__remat="none", parallel__mesh="expert=8", train__batch=8)
     own = replace(e.footprint, platform="tpu").work
     assert own.products + own.attention * 6 / 7 == pytest.approx(e.flops_per_token * 8 * 4096 / 8, rel=1e-2)
@@ -81,19 +81,20 @@ def test_of_experts_those_multiply_that_a_token_goes_to() -> None:
 
 
 def test_arithmetic_of_images() -> None:
-    """All that a run reports, but for the gradient of the images themselves; the same on more devices."""
+    """As a run reports, except for the gradient of the images; the same on more devices."""
     one = plan("resnet-50", train__batch=64)
     stem = 7 * 7 * 3 * 64 * 112**2
     assert one.footprint.work.products == pytest.approx((one.flops_per_token - 2 * stem) * 64)
-    assert one.flops_per_token == pytest.approx(6 * 4.09e9, rel=1e-2)  # as arXiv:1512.03385 counts, the stride in 3×3
+    # counted as in arXiv:1512.03385, with the stride in 3×3
+    assert one.flops_per_token == pytest.approx(6 * 4.09e9, rel=1e-2)
     many = plan("resnet-50", train__batch=64, train__accumulation=2, parallel__mesh="4x1")
     assert many.footprint.work.products == pytest.approx(one.footprint.work.products / 4)
     time = plan("resnet-50", precision__policy="bf16").time
-    assert time.attention == 0 < time.products < time.moved  # batch norms are bound by memory
+    assert time.attention == 0 < time.products < time.moved  # batch norms are memory-bound
 
 
-def test_images_meet_in_batch_norms() -> None:
-    """Of each two sums forward and two backward, which are waited for."""
+def test_batch_norms_wait_for_their_sums() -> None:
+    """Each has two sums forward and two backward, which are awaited."""
     alike, own = (
         plan("resnet-18", parallel__mesh="8x1", parallel__strategy="ddp", parallel__batch_norm=kind).time
         for kind in ("global", "replica")
@@ -103,8 +104,8 @@ def test_images_meet_in_batch_norms() -> None:
 
 
 @pytest.mark.parametrize(("mesh", "rounds"), [("1x8", 2), ("8x1", 0)])
-def test_chunks_of_the_loss_meet_over_tensor(mesh: str, rounds: int) -> None:
-    """Each waits for its highest logits and for its sums, of both microbatches."""
+def test_chunks_of_the_loss_wait_for_their_sums(mesh: str, rounds: int) -> None:
+    """Each chunk waits for its largest logits and for its sums, in both microbatches."""
     one, eight = (
         plan("llama-1b", parallel__mesh=mesh, memory__loss_chunks=chunks, train__batch=16, train__accumulation=2).time
         for chunks in (1, 8)
@@ -114,7 +115,7 @@ def test_chunks_of_the_loss_meet_over_tensor(mesh: str, rounds: int) -> None:
 
 
 def test_a_pipeline_waits() -> None:
-    """With as many microbatches as stages nearly half of the ticks are idle, and each pass is made twice."""
+    """With as many microbatches as stages nearly half of the ticks are idle, and each pass runs twice."""
     alone = plan("llama-1b", train__batch=32, parallel__mesh="4x1")
     few, many = (plan("llama-1b", train__batch=32, parallel__mesh="pipeline=4", train__accumulation=n) for n in (4, 32))
     assert few.time.products > 1.5 * many.time.products > 1.5 * alone.time.products
@@ -125,8 +126,8 @@ def test_a_pipeline_waits() -> None:
     [
         ("fsdp=2,tensor=4", "tensor", 450e9),
         ("fsdp=2,tensor=4", "fsdp", 450e9),  # 8 devices: one machine
-        ("data=2,fsdp=2,tensor=4", "data", 50e9),  # each device has a link of its own
-        ("fsdp=16", "fsdp", 8 * 50e9),  # the ring crosses by the links of 8
+        ("data=2,fsdp=2,tensor=4", "data", 50e9),  # each device has its own link
+        ("fsdp=16", "fsdp", 8 * 50e9),  # the ring crosses machines by 8 links
         ("fsdp=8,tensor=4", "fsdp", 2 * 50e9),
         ("tensor=16", "tensor", 8 * 50e9),
     ],

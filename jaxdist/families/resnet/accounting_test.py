@@ -1,4 +1,4 @@
-"""The closed form of what a ResNet holds against compiled programs: some compiled here, more as they were told of."""
+"""The closed form of a ResNet's memory against compiled programs: some compiled here, others from recorded figures."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def name_of(case: tuple[dict[str, str], ...]) -> str:
     return " ".join(value for part in case for value in part.values()) or "one device"
 
 
-# One device and several; of strategies and precisions there are figures of compiled programs below.
+# One device and several; recorded figures below cover strategies and precisions.
 CASES: list[tuple[dict[str, str], ...]] = [(), (FSDP, REPLICA)]
 MORE: list[tuple[dict[str, str], ...]] = [
     (FSDP, TWICE, {"model.depths": "2,2,2", "model.widths": "32,64,128", "model.image": "32"}),
@@ -48,14 +48,14 @@ MORE: list[tuple[dict[str, str], ...]] = [
 @pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES, *slow(MORE)], ids=name_of)
 def test_the_peak_of_a_compiled_step(case: tuple[dict[str, str], ...]) -> None:
-    """Parameters and optimizer state are those of the program, to the byte."""
+    """Parameters and optimizer state match the program's to the byte."""
     e = experiment("resnet-digits", *case)
     held, form = compile_plan(e).memory, footprint(e, e.parallel.axes())
     assert (form.parameters, form.optimizer_state) == (held["parameters"], held["optimizer_state"])
     assert planned(e) == pytest.approx(held["peak"], rel=0.1)
 
 
-# MB that a step holds on each of the CPU devices, as `compile_plan` says with jax 0.10.2, by the global batch.
+# MB that a step holds on each CPU device by `compile_plan` with jax 0.10.2, by global batch.
 PEAKS: list[tuple[str, int, tuple[dict[str, str], ...], float]] = [
     ("resnet-18", 8, (), 507.97),
     ("resnet-18", 64, (DDP,), 366.24),
@@ -107,26 +107,26 @@ def test_where_the_form_is_too_low() -> None:
     ("resnet-50", 16, (ZERO1, SMALL), 165.98),
 ], ids=lambda row: f"{row[0]} {name_of(row[2])}")  # fmt: skip
 def test_where_the_form_is_too_high(row: tuple[str, int, tuple[dict[str, str], ...], float]) -> None:
-    """Microbatches in 16 bits, of batch norms of their own under ddp, and two small images under zero1."""
+    """Microbatches in 16 bits with per-replica batch norms under ddp, and two small images under zero1."""
     config, batch, case, peak = row
     assert 1.1 < planned(experiment(config, *case, batch=batch)) / 1e6 / peak < 1.2
 
 
 @pytest.mark.parametrize("left", ["C", "A"])
-def test_what_is_not_kept_is_seen(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that leaves out what convolutions, or what relu puts out."""
+def test_a_form_without_outputs_is_too_low(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form without the outputs of convolutions, or of relu."""
     monkeypatch.setattr(accounting, "SAVED", {**accounting.SAVED, left: (0, 0)})
     assert planned(experiment("resnet-50", DDP, batch=32)) < 0.9 * 636.19e6
 
 
-def test_what_one_cpu_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that leaves out the differences that batch norms keep there, and several devices do not."""
+def test_a_form_without_what_one_cpu_saves_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form without the differences that batch norms save on one CPU device, but not on several."""
     monkeypatch.setattr(accounting, "SAVED_ON_CPU", accounting.SAVED)
     assert planned(experiment("resnet-50", batch=8)) < 0.9 * 1682.09e6
 
 
 def test_blocks_are_in_order() -> None:
-    """Of ResNet-50: the stem at half of the image's height, then by stages; the first blocks have shortcuts."""
+    """ResNet-50: the stem at half of the image's height, then stages; first blocks have shortcuts."""
     e = experiment("resnet-50", DDP)
     form = footprint(e, e.parallel.axes())
     assert isinstance(form, ImageFootprint) and len(form.blocks) == 1 + 3 + 4 + 6 + 3

@@ -1,4 +1,4 @@
-"""An independent reference: ResNetForImageClassification of Hugging Face transformers, in float64."""
+"""ResNet against Hugging Face transformers' ResNetForImageClassification, in float64."""
 
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,13 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def hf_reference(name: str, folder: Path) -> tuple[Any, np.ndarray, np.ndarray, Tensors]:
-    """Theirs, which is saved to `folder` before; images; its logits when evaluated; and its state after one forward
+    """transformers' model, first saved to `folder`; images; its logits in evaluation; and its state after a forward
     pass in training."""
     torch.manual_seed(0)
     config = transformers.ResNetConfig(num_channels=3, id2label=LABELS, **MODELS[name])
     model = transformers.ResNetForImageClassification(config).double()
     with torch.no_grad():
-        for key, tensor in model.state_dict().items():  # statistics and scales as of a model that was trained
+        for key, tensor in model.state_dict().items():  # statistics and scales as after training
             if key.endswith(("running_mean", "normalization.bias")):
                 tensor.normal_(std=0.3)
             elif key.endswith(("running_var", "normalization.weight")):
@@ -64,7 +64,7 @@ def hf_reference(name: str, folder: Path) -> tuple[Any, np.ndarray, np.ndarray, 
 
 
 def ours(folder: Path, images: np.ndarray, **more: Any) -> tuple[np.ndarray, Tensors]:
-    """Logits when evaluated, and the statistics after one forward pass in training on two devices."""
+    """Our logits in evaluation, and the statistics after a forward pass in training on two devices."""
     model, parameters = read_hf(folder)
     values = {
         "model": model.model_dump() | {"image": 40} | more,
@@ -106,7 +106,7 @@ def test_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mistakes_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flax's momentum, the biased variance, each device's own statistics."""
+    """flax's momentum, the biased variance, and per-device statistics."""
     logits, statistics = apart("small", tmp_path, momentum=0.9)
     assert logits < BOUND and statistics > 1e-2
     right = BatchNorm.track
@@ -117,7 +117,7 @@ def test_mistakes_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def own(_: Parallel, sums: jax.Array) -> Any:
         first = jax.lax.axis_index(LOSS_AXES) == 0
-        return jax.lax.psum(jax.numpy.where(first, 2 * sums, 0), LOSS_AXES)  # for both of them
+        return jax.lax.psum(jax.numpy.where(first, 2 * sums, 0), LOSS_AXES)  # of the first device, for both
 
     monkeypatch.setattr(Parallel, "of_images", own)
     assert apart("small", tmp_path)[1] > 1e-3
