@@ -1,4 +1,4 @@
-"""Training that cannot begin or go on: bad input, steps and weights that are not finite, damaged checkpoints."""
+"""Training that cannot start or continue: bad input, steps and weights that are not finite, damaged checkpoints."""
 
 import json
 import re
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 
 
 def damaged(content: bytes, other: bytes) -> dict[str, bytes | None]:
-    """All that a file may become: None is gone; `other` is what another file holds."""
+    """Damages of a file: None is a missing file; `other` is another file's content."""
 
     def flipped(place: int) -> bytes:
         return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
@@ -40,7 +40,7 @@ def damaged(content: bytes, other: bytes) -> dict[str, bytes | None]:
 
 
 def test_every_damage_to_every_file_is_found(straight: Path, tmp_path: Path) -> None:
-    """By name; or what is restored is what was saved."""
+    """Found by name, or the restored state is the saved one."""
     right, copy = weights(straight), tmp_path / "run"
     shutil.copytree(straight, copy)
     found = copy / "checkpoints" / "8"
@@ -68,7 +68,7 @@ def test_every_damage_to_every_file_is_found(straight: Path, tmp_path: Path) -> 
 def test_a_damaged_checkpoint_is_named_and_passed_over(
     straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Orbax restores the flipped bits as weights, without a word."""
+    """Orbax alone restores the flipped bits silently."""
     path = tmp_path / "run"
     main([*SHORT_RUN, "--mesh", "2x2", "--output", str(path), "--steps", "6", "--checkpoint.every", "2"])
     file = max((path / "checkpoints" / "6" / "parameters").rglob("d/*"), key=lambda f: f.stat().st_size)
@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     capsys.readouterr()
     evaluate(["--checkpoint", str(path), "--device", "cpu", "--batches", "1", "--json"])
     told, said = capsys.readouterr()
-    assert json.loads(told)["loss"] > 0 and "going back to step 4" in said  # for a program, and for a person
+    assert json.loads(told)["loss"] > 0 and "going back to step 4" in said  # for programs, and for people
     main([*SHORT_RUN, "--mesh", "2x2", "--output", str(path), "--steps", "8", "--checkpoint.every", "0", "--resume"])
     said = capsys.readouterr().out
     assert f"6 is damaged: {name}" in said and "going back to step 4" in said
@@ -133,7 +133,7 @@ def test_a_step_that_is_not_finite_is_skipped(infinite: list[str], tmp_path: Pat
         step: [int(part[n]) for part in s.optimizer if part for n in ("updates", "count") if n in part]
         for step, s in saved.items()
     }
-    assert counts == {2: [2, 2], 3: [2, 3], 4: [3, 4]}  # of Adam, of the schedule
+    assert counts == {2: [2, 2], 3: [2, 3], 4: [3, 4]}  # Adam's, the schedule's
 
 
 @pytest.mark.slow
@@ -218,12 +218,12 @@ def test_a_last_update_that_diverges_is_not_kept(tmp_path: Path, capfd: pytest.C
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also where nothing else would tell: the first weight is named, and the checkpoint before."""
+    """Also if nothing else shows it: names the first weight and the checkpoint before."""
     path = tmp_path / "run"
     wild = ["--optimizer.warmup", "0", "--optimizer.decay", "constant", "--checkpoint.every", "1"]
     wild += ["--train.validation_batches", "0", "--train.nonfinite", "skip", "--output", str(path)]
     main([*SHORT_RUN, "--mesh", "1x1", *wild, "--steps", "1"])
-    # The rate is none of what may be changed, so the config of the run is.
+    # A resume may not change the rate, so the run's config is edited.
     config = path / "config.toml"
     config.write_text(re.sub("(?m)^learning_rate = .*", "learning_rate = 1e39", config.read_text()))
     code = ended("--config", str(config), "--steps", "4", "--output", str(path), "--device", "cpu", "--resume")

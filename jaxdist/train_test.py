@@ -1,4 +1,4 @@
-"""The command line end to end: the files of the contract, resume to the bit, and bad input."""
+"""The training command: the files of its contract, resume to the bit, and bad input."""
 
 import json
 import os
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 
 
 def outside() -> dict[str, str]:
-    """The environment without what it holds for these tests, but for how XLA compiles."""
+    """The environment without the tests' variables, except XLA's flags."""
     return {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
 
 
@@ -48,7 +48,7 @@ def weights(path: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same(a: Path, b: Path) -> None:
-    """Weights, moments and metrics of two runs are equal to the bit, times aside."""
+    """Assert equal weights, moments and metrics of two runs to the bit, except for times."""
     first, second = weights(a), weights(b)
     assert first.keys() == second.keys()
     for name in first:
@@ -58,7 +58,7 @@ def assert_same(a: Path, b: Path) -> None:
 
 
 def test_layers_can_be_read_one_by_one(straight: Path) -> None:
-    """A conversion takes as much memory as a layer, not as all of them."""
+    """A conversion takes the memory of a layer, not of all of them."""
     path = checkpoint.locate(straight)
     kept = checkpoint.kept_in(orbax_files.stores(path / "optimizer"))
     for stores in (orbax_files.stores(path / "parameters"), kept["exp_avg"], kept["exp_avg_sq"]):
@@ -93,7 +93,7 @@ def test_files_of_the_contract(straight: Path) -> None:
 
 
 def test_a_run_reports_its_compiler_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the table that it begins with, if it was told anything, and in its summary."""
+    """In the start-up table, if any are set, and in its summary."""
     main([*SHORT_RUN, "--mesh", "1x1", "--steps", "1", "--parallel.bucket_mb", "2", "--output", str(tmp_path)])
     told = json.loads((tmp_path / "summary.json").read_text())["compiler_options"]
     assert told.items() >= dict.fromkeys(xla.BUCKETS, 2 * 2**20).items()
@@ -107,15 +107,15 @@ def test_resume_is_bitwise(straight: Path, tmp_path: Path) -> None:
     path = tmp_path / "resumed"
     first = [*SHORT_RUN, "--mesh", "2x2", "--output", str(path)]
     main([*first, "--steps", "3"])
-    (path / "checkpoints" / "4.unfinished.orbax-checkpoint-tmp").mkdir()  # as an interrupted save leaves it
+    (path / "checkpoints" / "4.unfinished.orbax-checkpoint-tmp").mkdir()  # as left by an interrupted save
     main([*first, "--steps", "8", "--checkpoint.every", "2", "--checkpoint.keep", "2", "--resume"])
     assert_same(straight, path)
     assert sorted(f.name for f in (path / "checkpoints").iterdir()) == ["6", "8"]
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm", "learning_rate"])
-def test_one_bit_is_seen(field: str, straight: Path, tmp_path: Path) -> None:
-    """Planted: one metric of one step, or one weight, off by its last bit."""
+def test_one_bit_is_found(field: str, straight: Path, tmp_path: Path) -> None:
+    """Planted: the last bit of one metric of a step, or of one weight."""
     copy = tmp_path / "copy"
     shutil.copytree(straight, copy)
     assert_same(straight, copy)
@@ -126,8 +126,8 @@ def test_one_bit_is_seen(field: str, straight: Path, tmp_path: Path) -> None:
         assert_same(straight, copy)
 
 
-def test_another_step_is_seen(straight: Path, tmp_path: Path) -> None:
-    """Planted: weights and moments one step on."""
+def test_another_step_is_found(straight: Path, tmp_path: Path) -> None:
+    """Planted: weights and moments one step later."""
     copy = tmp_path / "copy"
     shutil.copytree(straight, copy)
     main([*SHORT_RUN, "--mesh", "2x2", "--steps", "9", "--output", str(copy), "--resume"])
@@ -137,7 +137,7 @@ def test_another_step_is_seen(straight: Path, tmp_path: Path) -> None:
 
 
 def test_resume_on_another_mesh(tmp_path: Path) -> None:
-    """In float64 a change of mesh and strategy half way leaves nothing but rounding."""
+    """In float64, changing mesh and strategy half-way causes rounding alone."""
     one, two = tmp_path / "one", tmp_path / "two"
     double = [*SHORT_RUN, "--precision", "fp64"]
     main([*double, "--mesh", "1x1", "--steps", "8", "--output", str(one)])
@@ -161,7 +161,7 @@ def test_init_from_a_run_and_step_zero(straight: Path, tmp_path: Path) -> None:
 
 
 def test_the_last_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it is still being written when the run comes to its end."""
+    """Though its save is still in progress when the run ends."""
     saved, publish, save = list[int](), checkpoints.publish, checkpoint.Checkpoints.save
 
     def slowly(folder: Path, step: int) -> None:
@@ -194,10 +194,8 @@ def test_a_finished_run_resumed_keeps_its_summary(straight: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_the_default_run_learns() -> None:
-    """The README's first command, the first seventh of it: 8 virtual devices, and a loss that only words explain.
-
-    Bytes by how often they occur cost 3.3 nats.
-    """
+    """The README's first command for a seventh of its steps, on 8 virtual devices. Byte frequencies alone give a loss
+    of 3.3 nats."""
     done = command("--mesh", "2x4", "--device", "cpu", "--steps", "40", XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
     assert "running on 8 virtual CPU devices" in done.stdout

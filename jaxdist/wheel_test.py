@@ -1,4 +1,4 @@
-"""What the wheel holds, as its build backend lists it."""
+"""Content of the wheel, as listed by its build backend."""
 
 import zlib
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OF_THE_REPOSITORY = ("parity_tests/suite/", "parity_tests/validation/")
-MOST = 760_000  # bytes once compressed: modules, but for a few
+MOST = 760_000  # bytes when compressed: modules, and a few other files
 
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, Path]:
-    """Path within the wheel -> the file that is packed."""
+    """Path within the wheel -> the packed file."""
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     forced = builder.recurse_forced_files(builder.config.get_force_include())
     return {file.distribution_path: Path(file.path) for file in (*builder.recurse_included_files(), *forced)}

@@ -1,4 +1,4 @@
-"""What makes a checkpoint whole, whatever its files hold; `*_train_test.py` damage real ones."""
+"""Complete and damaged checkpoints, with made-up content; `*_train_test.py` damage real ones."""
 
 import errno
 import hashlib
@@ -91,7 +91,7 @@ def test_what_is_sealed_again_is_whole_again(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a disk with a bad block, or for want of permission."""
+    """For instance from a disk with a bad block, or without permission."""
     folder = write(tmp_path, 3)
 
     def broken(file: Path, *_: Any) -> str:
@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_end_within_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of it is not read, and what was read tells nothing."""
+    """The rest is not read, and the part read gives no verdict."""
     folder, looked = write(tmp_path, 3), list[None]()
     monkeypatch.setattr(checkpoints, "BLOCK", 10)
 
@@ -141,7 +141,7 @@ def test_manifests_of_before_have_other_checksums(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_no_flip_in_a_manifest_makes_another_checkpoint_whole(tmp_path: Path) -> None:
-    """Each bit: found, or the manifest still says the same of the same files."""
+    """Each bit: the flip is found, or the manifest still describes the same files alike."""
     folder = write(tmp_path, 3)
     content = (folder / MANIFEST).read_bytes()
     entries = json.loads(content)["files"]
@@ -199,14 +199,14 @@ def test_a_copy_under_the_name_of_another_step(tmp_path: Path) -> None:
     assert damage(tmp_path / "4") == "it is that of step 2" and newest_whole(tmp_path) == 2
     assert damage(tmp_path / "best") is None
     said = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({"files": said["files"]}))  # as earlier versions wrote it
+    (folder / MANIFEST).write_text(json.dumps({"files": said["files"]}))  # as written by earlier versions
     assert damage(folder) is None
     (folder / MANIFEST).write_text(json.dumps(said | {"step": "2" * 1000}))
     assert damage(folder) == f"its {MANIFEST} cannot be read"
 
 
 def test_a_kill_while_a_checkpoint_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any moment the one before or the new one is there, under one name or another."""
+    """At any moment the old or the new one exists, under one of two names."""
     write(tmp_path, 2)
     rename = Path.rename
 
@@ -225,7 +225,7 @@ def test_a_kill_while_a_checkpoint_is_replaced(tmp_path: Path, monkeypatch: pyte
 
 
 def test_known_checksums_are_not_computed_again(tmp_path: Path) -> None:
-    """What was known before the file was read back: a disk that wrote something else is found out."""
+    """Checksums from before writing also reveal a disk that stored something else."""
     (tmp_path / "a").write_bytes(b"right")
     checkpoints.seal(tmp_path, {"a": xxhash.xxh3_128_hexdigest(b"right")})
     assert damage(tmp_path) is None
@@ -283,7 +283,7 @@ def test_what_is_kept(tmp_path: Path, config: Checkpoint, left: list[int]) -> No
 def test_writers_that_outlive_a_save_that_failed(
     drop: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They make its folder anew three times; dropped once, it stays."""
+    """They recreate its folder three times; removed only once, it would stay."""
     files, remove = iter("abc"), shutil.rmtree
 
     def remove_and_write_on(folder: Path, **options: Any) -> None:
@@ -300,7 +300,7 @@ def test_writers_that_outlive_a_save_that_failed(
 
 
 REASON = os.strerror(errno.ENOSPC)
-# What libraries raise -> the reason that is told.
+# library error -> the reported reason
 WRAPPED = {
     f'RESOURCE_EXHAUSTED: Error writing "a.b/0.0" in OCDBT database at local file "{"x" * 300}": {REASON} [28]': REASON,
     str(OSError(errno.ENOSPC, REASON, "file")): REASON,
@@ -309,10 +309,10 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("message", WRAPPED)
-def test_what_a_run_reports_of_its_saves(
+def test_a_run_reports_its_saves(
     message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The middle one of three fails, then the last one of four."""
+    """The middle one of three fails, then the last of four."""
     monkeypatch.setattr(checkpoints, "LINGER", 0.0)
     saves = Saves(tmp_path, Checkpoint(failure="go on"))
 
@@ -331,11 +331,11 @@ def test_what_a_run_reports_of_its_saves(
     saves.check_latest()
     assert kept(saves.summary(), Path("run")).startswith("saved in run; missing checkpoints: 1, the")
     save(8, message)
-    assert not saves.missing(8) and saves.missing(10)  # it is not tried again at the end of the run
+    assert not saves.missing(8) and saves.missing(10)  # not tried again at the end of the run
     assert kept(saves.summary(), Path("run")).startswith("saved in run up to step 6 only; ")
     with pytest.raises(TrainingError, match=r"step 8 are not saved.*newest checkpoint is that of step 6: ") as told:
         saves.check_latest()
-    assert ("make room" in str(told.value)) is (why == REASON)  # nothing else is helped by it
+    assert ("make room" in str(told.value)) is (why == REASON)  # this helps against nothing else
 
 
 def test_a_run_of_which_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,13 +351,13 @@ def test_a_run_of_which_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.Mon
 def test_earlier_checkpoints_that_are_removed_in_the_middle_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the run itself removes, by checkpoint.keep, is not told."""
+    """Removals by the run itself, for checkpoint.keep, are not reported."""
     saves = Saves(tmp_path, config := Checkpoint(keep=2))
 
     def save(step: int) -> str:
         with saves.writing(step):
             if step == 8:
-                shutil.rmtree(tmp_path)  # all of it, and a save makes it anew
+                shutil.rmtree(tmp_path)  # removes the folder; a save recreates it
             write(tmp_path, step)
             thin(tmp_path, config)
         return " ".join(capsys.readouterr().out.split())
@@ -415,19 +415,19 @@ def test_a_folder_that_is_gone_is_the_reason(tmp_path: Path, error: Exception, r
 
 
 def test_a_run_whose_last_step_is_not_to_be_saved(tmp_path: Path) -> None:
-    """What the last line says is there is there."""
+    """The last line names existing checkpoints alone."""
     run, why = Path("run"), "; checkpoint.final = false leaves out the last"
     saves = Saves(tmp_path, Checkpoint(final=False, every=4))
     assert kept(saves.summary(), run, 3) == f"no checkpoint in run{why}"
     with saves.writing(4):
         write(tmp_path, 4)
     assert kept(saves.summary(), run, 5) == f"saved in run up to step 4 only{why}"
-    for step in (0, 4):  # 0: a finished run that is resumed makes none
+    for step in (0, 4):  # 0: a finished run that is resumed saves nothing
         assert kept(saves.summary(), run, step) == "saved in run"
 
 
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A link goes, and not what it leads to; one that is closed to us stays, and the run continues."""
+    """A link is removed without its target; an unremovable one stays, and the run continues."""
     run = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         write(run, step)

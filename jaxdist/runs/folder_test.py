@@ -1,4 +1,4 @@
-"""A run folder that others write too, or that a kill or a loss of power left."""
+"""Run folders that others write too, or that a kill or power loss left behind."""
 
 import errno
 import os
@@ -39,8 +39,8 @@ def test_lines_that_were_lost_are_reported(tmp_path: Path, capsys: pytest.Captur
     assert "lacks 2 of the 4 steps that are done" in capsys.readouterr().out
 
 
-def test_a_file_of_metrics_that_is_gone_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It may be removed where it is damaged. One that a conversion left empty lacks nothing."""
+def test_missing_metrics_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be deleted if damaged. A converted run's empty file lacks nothing."""
     logged(tmp_path, Experiment())
     RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=4)
     assert not capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_a_file_of_metrics_that_is_gone_is_reported(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_kill_before_anything_was_written(resume: bool, tmp_path: Path) -> None:
-    """Of a run that was writing its config: the folder is as good as empty."""
+    """While the run was writing its config: the folder counts as empty."""
     (tmp_path / ".lock").touch()
     (tmp_path / "config.toml.tmp").touch()
     assert RunFolder(tmp_path, Experiment(), resume).resume_from(marker="parameters") is None
@@ -61,7 +61,7 @@ def test_a_kill_before_anything_was_written(resume: bool, tmp_path: Path) -> Non
 
 
 def test_another_interval_of_checkpoints(tmp_path: Path) -> None:
-    """What is there was logged under the interval that the run had, not under that of the one that continues."""
+    """Existing steps were logged under the run's interval, not under that of its continuation."""
     logged(tmp_path, every(1000), *range(1, 101))
     assert RunFolder(tmp_path, every(10), resume=True).resume_from(marker="parameters") is None
 
@@ -90,14 +90,14 @@ def test_a_folder_that_is_removed_in_the_middle_of_a_run(
             folder.check_kept(Saves(folder.checkpoints, experiment.checkpoint))
     assert capsys.readouterr().out.replace("\n", "").count("was removed during the run: config.toml is") == 1
     assert [record["step"] for record in read_metrics(run)] == [2, 3]
-    assert RunFolder(run, experiment, resume=True).begun == experiment  # what is saved from here on can be gone on from
+    assert RunFolder(run, experiment, resume=True).begun == experiment  # later checkpoints can be resumed
 
 
 @pytest.mark.parametrize("failure", ["stop", "go on"])
 def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As network file systems and quotas tell it: not before they are asked to keep it."""
+    """Network file systems and quotas report it only when data are flushed."""
     logged(tmp_path, Experiment(), 1)
     folder = RunFolder(tmp_path, Experiment.parse({"checkpoint": {"failure": failure}}, source="test"), resume=True)
 
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_that_came_between(resume: bool, tmp_path: Path) -> None:
-    """From where the folder was looked at until it is written: nothing of the other's is taken for old."""
+    """Between the check of the folder and the first write: the other run's files are not taken for old ones."""
     if resume:
         logged(tmp_path, Experiment())
     late = RunFolder(tmp_path, Experiment(), resume)
@@ -152,7 +152,7 @@ def parsed(*argv: str) -> Arguments:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run on a mesh and in a precision of its own, that has read data."""
+    """A run with its own mesh and precision that has read data."""
     path = tmp_path / "run"
     fields = [
         "--model.layers",
@@ -187,18 +187,18 @@ def test_a_resume_takes_the_config_of_the_run(line: list[str], run: Path) -> Non
 def test_what_a_resume_is_refused_for(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it is not a run, .*; there is one within it: give --resume .*run$"):
         parsed("--resume", str(tmp_path))
-    parsed("--resume", str(run))  # as the message says
+    parsed("--resume", str(run))  # as in the message
     with pytest.raises(ConfigError, match="a run continues in its own folder; give one of them"):
         parsed("--resume", str(run), "--output", str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="--resume needs the folder of the run to continue with; give --resume DIR"):
         parsed("--resume")
     given = parsed("--config", "default", "--output", str(run), "--resume", "--data.shuffle", "false")
-    with pytest.raises(ConfigError) as error:  # a config that is given is the one that counts
+    with pytest.raises(ConfigError) as error:  # a given config takes effect
         RunFolder(run, given.experiment, resume=True)
     told = str(error.value)
     assert "data.shuffle = True, not False and" in told and "model.layers = 2, not 4" in told
     flags = told.partition("resume it with ")[2].partition(", or give")[0].split()
-    again = parsed("--config", "default", "--output", str(run), "--resume", *flags)  # as the message says
+    again = parsed("--config", "default", "--output", str(run), "--resume", *flags)  # as in the message
     RunFolder(run, again.experiment, resume=True)
 
 
@@ -214,7 +214,7 @@ FIXED = {
 
 @pytest.mark.parametrize("name", FIXED)
 def test_another_accumulation_of_the_same_batch(name: str, tmp_path: Path) -> None:
-    """Accepted where the gradient is a mean over all of the batch's tokens, whatever the microbatches."""
+    """Accepted if the gradient is a mean over all of the batch's tokens for any microbatches."""
     fields, accepted = FIXED[name]
     begun = parsed(*fields).experiment.on_data("a" * 32)
     logged(tmp_path, begun, 1)
@@ -228,8 +228,8 @@ def test_another_accumulation_of_the_same_batch(name: str, tmp_path: Path) -> No
     RunFolder(tmp_path, as_told, resume=True)
 
 
-def test_what_was_converted_chooses_its_batches(tmp_path: Path) -> None:
-    """It has seen no data; its model and optimizer are its own."""
+def test_a_converted_run_chooses_its_batches(tmp_path: Path) -> None:
+    """It has seen no data; model and optimizer are fixed."""
     logged(tmp_path, Experiment())
     line = ["--resume", str(tmp_path), "--data.path", "a.txt", "--data.sequence", "64", "--train.batch", "4"]
     chosen = parsed(*line, "--seed", "7", "--steps", "50").experiment
@@ -257,18 +257,18 @@ class TestRunFolder:
             RunFolder(tmp_path / ("a" * 300), Experiment())
 
     def test_closed_to_us(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("os.access", lambda *_: False)  # as a folder of mode 555 answers anyone but root
+        monkeypatch.setattr("os.access", lambda *_: False)  # as for a folder of mode 555, except to root
         with pytest.raises(ConfigError, match=rf"--output .*: {tmp_path} cannot be written to"):
             RunFolder(tmp_path / "new", Experiment())
 
     def test_nothing_to_resume_yet(self, tmp_path: Path) -> None:
-        """A command that always says --resume, as restarted jobs do, begins the run where there is none."""
+        """A command with a constant --resume, as of restarted jobs, starts the run if there is none."""
         for path in (tmp_path, tmp_path / "absent"):
             assert RunFolder(path, Experiment(), resume=True).resume_from(marker="parameters") is None
         assert not (tmp_path / "absent").exists()
 
     def test_tensorboard_is_closed(self, tmp_path: Path) -> None:
-        """The last events are on disk when the run ends, whoever keeps the folder."""
+        """The last events are on disk when the run ends, even while the folder is referenced."""
         pytest.importorskip("tensorboardX")
         wanted = experiment("--metrics.tensorboard", "true")
         with RunFolder(tmp_path, wanted) as folder:
@@ -285,7 +285,7 @@ class TestRunFolder:
         assert RunFolder(tmp_path, moved, resume=True).experiment.data.fingerprint == "0" * 32
 
     def test_fields_that_say_how_data_are_read_are_known_by_the_fingerprint(self, tmp_path: Path) -> None:
-        """Also from a version that wrote data.bin_dtype = uint16 into every run, whatever its data."""
+        """Also from a version that wrote data.bin_dtype = uint16 into every run, for any data."""
         begun = experiment("--data.bin_dtype", "uint16").on_data("0" * 32)
         RunFolder(tmp_path, begun).create(begun)
         for more in ((), ("--data.split", "share"), ("--data.end_of_text", "</s>"), ("--data.bin_dtype", "int64")):
@@ -328,7 +328,7 @@ class TestRunFolder:
             folder.resume_from(marker=".metadata")
 
     def test_one_run_at_a_time(self, tmp_path: Path) -> None:
-        """Of two the second is refused before it writes; the first's end, however it comes, lets others in."""
+        """The second of two is refused before it writes; any end of the first releases the folder."""
         with RunFolder(tmp_path, Experiment()) as folder:
             folder.create(Experiment())
             folder.log({"step": 1, "loss": 1.0})
@@ -337,7 +337,7 @@ class TestRunFolder:
                 other.create(Experiment())
             assert len(read_metrics(tmp_path)) == 1
         assert sorted(file.name for file in tmp_path.iterdir()) == ["config.toml", "metrics.jsonl"]
-        (tmp_path / LOCK).touch()  # as a kill leaves it
+        (tmp_path / LOCK).touch()  # as left by a kill
         with other:
             other.create(Experiment())
 
@@ -360,7 +360,7 @@ class TestRunFolder:
     def test_a_run_without_its_checkpoints(
         self, logged: int, fields: dict[str, Any], refused: bool, tmp_path: Path
     ) -> None:
-        """One that was saved does not begin anew over what it logged; one killed in its first save does."""
+        """A run that saved does not overwrite its log; one killed in its first save starts over."""
         begun = Experiment.parse({"checkpoint": {"every": 10} | fields}, source="test")
         with RunFolder(tmp_path, begun) as folder:
             folder.create(begun)

@@ -1,4 +1,4 @@
-"""Signals that save and end a run, and runs that do not save their end, by the command line."""
+"""Signals that save and end a run, and runs without a final checkpoint, by the command line."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 
 
 def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
-    """SIGUSR1: saved, and on it goes. SIGTERM: saved, and 75. What is resumed is what was never ended."""
+    """SIGUSR1 saves and continues, SIGTERM saves and exits with 75. The resumed run equals an uninterrupted one."""
     straight, path = tmp_path / "straight", tmp_path / "run"
     line = [*SHORT_RUN, "--mesh", "2x2", "--steps", "9999", "--output", str(path)]
     process = subprocess.Popen(
@@ -79,8 +79,8 @@ def test_a_signal_before_the_first_step(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("final", often(["true", "false"], ["false"]))
 def test_a_signal_while_validating(final: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last step, before its only save, if there was to be one: the rest of the validation is left out, and
-    the step is kept."""
+    """After the last step, before its only save, if any: the rest of the validation is skipped, and the step is
+    saved."""
     fetch, asked = Dataset.batch, list[str]()
 
     def signalled(self: Dataset, *inputs: Any, **named: Any) -> Batch:
@@ -115,7 +115,7 @@ def test_a_signal_while_validating(final: str, tmp_path: Path, monkeypatch: pyte
 def test_a_save_that_fails_in_its_thread_ends_the_run_before_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved every 5 steps; the step after the failure is known is the last."""
+    """Saving every 5 steps; the run ends one step after the failure is known."""
     log, failed = RunFolder.log, threading.Event()
 
     def full(*_: Any) -> None:
@@ -126,7 +126,7 @@ def test_a_save_that_fails_in_its_thread_ends_the_run_before_the_next_one(
         log(self, record)
         if record["step"] == 7:
             assert failed.wait(60)
-            time.sleep(0.2)  # until the thread has ended
+            time.sleep(0.2)  # until the thread ends
 
     monkeypatch.setattr(checkpoint, "publish", full)
     monkeypatch.setattr(checkpoints, "LINGER", 0.0)
@@ -139,7 +139,7 @@ def test_a_save_that_fails_in_its_thread_ends_the_run_before_the_next_one(
 
 
 def test_a_run_without_a_final_checkpoint(tmp_path: Path) -> None:
-    """It saves what it is told to, but not its last step."""
+    """Requested saves are made, but not that of the last step."""
     for every, saved in ("0", []), ("2", [2]):
         path = tmp_path / every
         line = ["--mesh", "1x1", "--steps", "3", "--checkpoint.every", every, "--checkpoint.final", "false"]

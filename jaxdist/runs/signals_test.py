@@ -1,4 +1,4 @@
-"""When a run is saved and ended; `*train_test.py` send signals to real ones."""
+"""When a run saves and ends; `*train_test.py` send signals to real ones."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from jaxdist.runs.signals import Action, Saving
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock whose seconds pass on request."""
 
     now = 1000.0
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 def steps(saving: Saving, clock: Clock, seconds: float, last: int = 10) -> list[int]:
-    """The steps after which a run of `last` steps is saved, each of so many seconds."""
+    """Steps after which a run of `last` steps saves, at so many seconds each."""
     found = []
     for step in range(1, last + 1):
         clock.now += seconds
@@ -38,7 +38,7 @@ def steps(saving: Saving, clock: Clock, seconds: float, last: int = 10) -> list[
         (Checkpoint(every=3), 1000, [3, 6, 9]),
         (Checkpoint(minutes=0.5), 10, [3, 6, 9]),
         (Checkpoint(minutes=0.5), 40, list(range(1, 11))),
-        (Checkpoint(every=4, minutes=0.5), 10, [3, 4, 7, 8]),  # counted from the last, whatever it was for
+        (Checkpoint(every=4, minutes=0.5), 10, [3, 4, 7, 8]),  # counted from the last save, for any reason
     ],
 )
 def test_by_steps_and_minutes(config: Checkpoint, seconds: float, saved: list[int]) -> None:
@@ -46,8 +46,8 @@ def test_by_steps_and_minutes(config: Checkpoint, seconds: float, saved: list[in
     assert steps(Saving(config, clock), clock, seconds) == saved
 
 
-def test_what_several_processes_agree_on_is_done() -> None:
-    """Another process was told to stop, or its minutes are over: here they are counted from then as well."""
+def test_processes_agree_on_saves_and_stops() -> None:
+    """Another process gets the signal, or its minutes pass: this one counts from then, too."""
     clock, others = Clock(), [Action.NOTHING, Action.SAVE, Action.NOTHING, Action.STOP]
     saving = Saving(Checkpoint(minutes=0.5), clock, agree=lambda own: max(own, others.pop(0)))
     found = []
@@ -59,7 +59,7 @@ def test_what_several_processes_agree_on_is_done() -> None:
 
 
 def test_a_save_that_failed_comes_first() -> None:
-    """Whatever else is due, on all processes: nothing is to be saved by a run that ends."""
+    """On all processes, before anything due: a run that ends saves nothing."""
     assert Saving(Checkpoint(every=1)).due(1, failed=True) is Action.FAIL
     assert Saving(Checkpoint(every=1), agree=lambda own: max(own, Action.FAIL)).due(1) is Action.FAIL
 
@@ -76,7 +76,8 @@ def test_signals(tmp_path: Path) -> None:
         assert "nothing is kept" in str(saving.interrupted(4, None))
         assert str(saving.interrupted(4, tmp_path)).endswith("it could not be saved: --resume continues from step 0")
         (tmp_path / "2").mkdir()
-        assert str(saving.interrupted(4, tmp_path)).endswith("--resume continues from step 0")  # it is not whole
+        # the checkpoint is incomplete
+        assert str(saving.interrupted(4, tmp_path)).endswith("--resume continues from step 0")
         (tmp_path / "2" / "weights").touch()
         seal(tmp_path / "2")
         assert str(saving.interrupted(4, tmp_path)).endswith("--resume continues from step 2")
@@ -88,7 +89,7 @@ def test_a_second_interrupt_ends_at_once() -> None:
     clock = Clock()
     with Saving(Checkpoint(), clock) as saving:
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # the same one, passed on
+        os.kill(os.getpid(), signal.SIGINT)  # the same signal, forwarded
         clock.now += 5
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)

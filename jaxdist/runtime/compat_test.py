@@ -1,5 +1,5 @@
-"""Each private name of JAX that the code relies on is there. That they are in one module is tested by
-`parity_tests/private_names_test.py`."""
+"""The private names of JAX that the code uses exist. `parity_tests/private_names_test.py` checks that only `compat`
+uses them."""
 
 from importlib import import_module
 

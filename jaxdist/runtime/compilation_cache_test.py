@@ -1,4 +1,4 @@
-"""What was compiled is loaded by the next process, whatever became of the files meanwhile."""
+"""The next process loads compiled programs, whatever happened to the files meanwhile."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from jaxdist.runtime.compilation_cache import Cache
 
 pytestmark = pytest.mark.long
 
-# Two collectives, to be numbered. Prints how many programs were asked for, and how many of them were loaded.
+# Two collectives, which get numbers. Prints how many programs were requested, and how many of them were loaded.
 SCRIPT = """
 import jax
 from jax.sharding import PartitionSpec as P
@@ -33,7 +33,7 @@ PLAIN = "import jaxdist.runtime.xla as c; c.number_collectives = lambda module: 
 
 
 def start(home: Path, script: str = SCRIPT, **environment: str) -> tuple[int, int]:
-    """One process: how many programs it asked for, and how many of them it loaded. A warning is an error."""
+    """Number of programs that a process requested, and number loaded from the cache. A warning is an error."""
     others = {name: value for name, value in os.environ.items() if "CACHE" not in name}
     own = {"XDG_CACHE_HOME": str(home), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **environment}
     line = [sys.executable, "-W", "error", "-c", script]
@@ -55,7 +55,7 @@ def test_a_second_start_loads_what_is_whole(tmp_path: Path) -> None:
     half.write_bytes(half.read_bytes()[:100])
     other.write_bytes(other.read_bytes()[:-1] + b"\0")
     assert start(tmp_path) == (asked, asked - 2)
-    assert start(tmp_path) == (asked, asked)  # both were written again
+    assert start(tmp_path) == (asked, asked)  # both were rewritten
 
 
 def test_a_collective_of_another_number_is_another_program(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
     for age, name in enumerate("abc"):
         cache.put(name, bytes(84))
         os.utime(tmp_path / name, (age, age))
-    assert cache.get("a") == bytes(84)  # used just now
+    assert cache.get("a") == bytes(84)  # used most recently
     cache.put("d", bytes(84))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "c", "d"]
     assert cache.get("b") is None

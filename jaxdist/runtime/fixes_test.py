@@ -1,4 +1,4 @@
-"""The fixes that messages on launchers and their processes give are followed literally, until the processes start."""
+"""Following the fixes in messages on launchers and processes literally lets the processes start."""
 
 import re
 import socket
@@ -24,7 +24,7 @@ __all__ = ["bare", "hasty"]  # fixtures
 Environment = dict[str, str]
 OWN = dict.fromkeys((ADDRESS, PORT), "")
 SHARED = Path(launcher.__file__).parents[1]
-ROUNDS = 4  # fixes that may be needed one after another; more are a circle
+ROUNDS = 4  # fixes that may be needed one after another; more mean a circle
 
 ENVIRONMENTS: list[Environment] = [
     *(TORCHRUN | {name: "many"} for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", PORT)),
@@ -52,7 +52,7 @@ ENVIRONMENTS: list[Environment] = [
 
 
 def ways(message: str) -> Iterator[Environment]:
-    """What each fix of a message sets in the environment; a variable that is to be unset is empty."""
+    """Environment set by each fix of a message; a variable to unset is empty."""
     problem, _, fix = message.rpartition("; ")
     subject = problem.partition(" = ")[0]
     for way in fix.split(", or "):
@@ -69,7 +69,7 @@ def ways(message: str) -> Iterator[Environment]:
 
 
 def refusal(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The message that a process gets in an environment, of which empty variables are not set; empty if it starts."""
+    """Message that a process gets in an environment (empty variables are not set); empty if it starts."""
     with monkeypatch.context() as here:
         for name, value in environment.items():
             here.setenv(name, value) if value else here.delenv(name, raising=False)
@@ -83,8 +83,8 @@ def refusal(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("environment", [*ENVIRONMENTS, {"JAXDIST_JOIN_SECONDS": "long"}], ids=str)
-def test_what_a_launcher_set_wrongly(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fix of a message leads on, at last to a process that starts."""
+def test_wrong_variables_of_a_launcher(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fix leads to a next message, and finally to a process that starts."""
 
     def cluster(_: int) -> tuple[str | None, int]:
         raise RuntimeError("no such cluster")
@@ -130,7 +130,7 @@ def test_processes_that_do_not_meet(wrong: Ranks, fix: str, right: Ranks) -> Non
 
 @pytest.mark.parametrize("name", ["SLURM", "Open MPI", "the environment", "Kubernetes"])
 def test_the_number_of_a_process_is_that_of_its_launcher(name: str) -> None:
-    """Where two have the same: a rank of a node is torchrun's."""
+    """Two processes have the same number: the message names the launcher's own variable."""
     own = launcher.VARIABLES.get(name, ("", "JOB_COMPLETION_INDEX"))[1]
     launch = launcher.Launch(name, 3, 0, 0, ("localhost", 1))
     (first,), (other,) = ranks(0), ranks(1)
@@ -144,7 +144,7 @@ def test_the_number_of_a_process_is_that_of_its_launcher(name: str) -> None:
     ids=["torchrun", "plain", "slurm", "mpi", "address"],
 )
 def test_a_port_that_is_taken_is_changed_for_all(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the variable that decides it: where an address is set, its port does."""
+    """By the variable that sets it: the port of an address, if there is one."""
     with socket.create_server(("", 0)) as taken, monkeypatch.context() as here:
         port = str(taken.getsockname()[1])
         chosen = {ADDRESS: f"localhost:{port}"} if ADDRESS in environment else {PORT: port}
@@ -177,13 +177,13 @@ class Gpu:
 
 @pytest.fixture
 def mesh_or_message(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What `make_mesh` says of a mesh, of processes and GPUs that are there; empty where it is made."""
+    """Message of `make_mesh` for a mesh, processes and GPUs; empty if the mesh is made."""
 
     def of(parallel: Mapping[str, str], count: int, gpus: int) -> str:
         devices = [Gpu()] * gpus or jax.devices("cpu")
         monkeypatch.setattr(mesh, "world", lambda: World(count, 0, tuple(range(count))))
         monkeypatch.setattr(jax, "devices", lambda *_: devices)
-        monkeypatch.setattr(jax.config, "update", lambda *_: None)  # of the whole process
+        monkeypatch.setattr(jax.config, "update", lambda *_: None)  # would affect the whole process
         monkeypatch.setattr(mesh, "shares", lambda found, size: found[: size * count])
         monkeypatch.setattr(mesh, "lay_out", lambda axes, taken: None)
         monkeypatch.setattr(mesh, "describe", lambda made: "")
@@ -211,7 +211,7 @@ def test_a_mesh_that_devices_cannot_be(axis: str, mesh_or_message: Callable[...,
 
 
 def test_every_fix_is_followed() -> None:
-    """A message that gives a new one has to be followed here."""
+    """Each fix in the source is among those that the tests above follow."""
     known = [
         *("tell all the same", "give each machine its own --node-rank", "give all the same"),
         *("give all machines the same", "let the launcher set both", f"give all of them a free one by {PORT}=PORT"),

@@ -1,4 +1,4 @@
-"""What each launcher sets, and what is made of it."""
+"""Variables of each launcher, and the result of reading them."""
 
 import os
 
@@ -23,7 +23,7 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a launcher that started these tests."""
+    """Removes the variables of a launcher that started these tests."""
     for name in set(os.environ) - {"PATH", "HOME"}:
         if name.startswith(("JAX_", "SLURM_", "OMPI_", "MASTER_", "KUBERNETES_")) or name in TORCHRUN | POD:
             monkeypatch.delenv(name)
@@ -39,9 +39,9 @@ def given(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, str]) -> Launch 
 @pytest.mark.parametrize(
     ("environment", "found"),
     [
-        (TORCHRUN, Launch("torchrun", 4, 3, 1, ("node1", 29501))),  # the port itself is torchrun's
+        (TORCHRUN, Launch("torchrun", 4, 3, 1, ("node1", 29501))),  # torchrun itself uses the port
         (PLAIN, Launch("the environment", 2, 1, 0, ("jaxdist-0.jaxdist", 29500))),
-        (SLURM, Launch("SLURM", 4, 2, 0, ("gpu003", 61441))),  # 61440, where JAX begins, + 4097 % 4096
+        (SLURM, Launch("SLURM", 4, 2, 0, ("gpu003", 61441))),  # 61440, JAX's first port, + 4097 % 4096
         (OPEN_MPI, Launch("Open MPI", 4, 1, 1, ("10.96.0.1", 1314521088 // 4096 % 4096 + 61440))),
         (SLURM | TORCHRUN, Launch("torchrun", 4, 3, 1, ("node1", 29501))),  # torchrun, started by srun
         (TORCHRUN | {"JAX_COORDINATOR_PORT": "7"}, Launch("torchrun", 4, 3, 1, ("node1", 7))),
@@ -57,7 +57,7 @@ def test_launchers_are_known_by_what_they_set(
 def test_jax_asks_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = ("train-0.pods:55527", 4, 2, None)
     monkeypatch.setattr(compat, "cluster", lambda _: answer)
-    assert given(monkeypatch, POD) is None  # it may be a run of its own, if JAX cannot ask
+    assert given(monkeypatch, POD) is None  # may be a run of its own, if JAX cannot ask
     monkeypatch.setattr(launcher, "find_spec", lambda _: True)
     assert launched() == Launch("Kubernetes", 4, 2, 0, ("train-0.pods", 55527))
 
@@ -97,7 +97,7 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     try:
         launch = given(monkeypatch, environment)
-        refusal = launch.refusal if launch else ""  # which the first process reports
+        refusal = launch.refusal if launch else ""  # reported by the first process
     except ConfigError as error:
         refusal = str(error)
     assert message in refusal

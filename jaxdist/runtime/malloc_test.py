@@ -1,4 +1,4 @@
-"""What glibc keeps of what is freed, and for which threads."""
+"""Freed memory that glibc keeps, and for which threads."""
 
 import subprocess
 import sys
@@ -31,12 +31,12 @@ def write():
 with ThreadPoolExecutor(1) as other:
     print(write(), other.submit(write).result())
 """
-THERE = "json"  # a package that is
+THERE = "json"  # an installed package
 SMALL, LARGE = ({"parallel.mesh": "8x1", "model.layers": n} for n in (4, 64))
 
 
 def faults(fields: Any, device: str, *plugins: str, platforms: str | None = None, keeps: bool = True) -> list[int]:
-    """Pages that the kernel mapped: of the main thread and of another."""
+    """Page faults of the main thread and of another one."""
     line = FAULTS.format(fields=fields, device=device, plugins=plugins, platforms=platforms, keeps=keeps)
     done = subprocess.run([sys.executable, "-c", line], check=True, capture_output=True, text=True)
     return [int(number) for number in done.stdout.split()]
@@ -44,9 +44,9 @@ def faults(fields: Any, device: str, *plugins: str, platforms: str | None = None
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own")
 @pytest.mark.slow
-def test_what_is_freed_is_kept() -> None:
-    """What is written one after the other lies in the same pages, which else the kernel maps and clears each time; of
-    large steps on CPUs alone also what other threads than the main one write."""
+def test_freed_memory_is_kept() -> None:
+    """Later allocations reuse the pages, which the kernel would otherwise map and clear each time; for threads other
+    than the main one only with large steps on CPUs alone."""
     all_of_it = min(faults(SMALL, "cpu", keeps=False))
     assert 4 * max(faults(LARGE, "auto")) < all_of_it
     main, other = faults(SMALL, "cpu")
@@ -55,7 +55,7 @@ def test_what_is_freed_is_kept() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own")
-def test_what_is_freed_is_kept_beside_another_platform() -> None:
+def test_freed_memory_is_kept_beside_another_platform() -> None:
     all_of_it = min(faults(SMALL, "cpu", keeps=False))
     for kept in faults(LARGE, "cpu", THERE), faults(LARGE, "auto", THERE, platforms="cpu"):
         assert 4 * max(kept) < all_of_it

@@ -1,4 +1,4 @@
-"""Two processes of four devices against one of eight, under the launcher that users have; and how they end together."""
+"""Two processes of four devices against one of eight, under users' launchers; and how they end together."""
 
 import json
 import os
@@ -28,11 +28,11 @@ TINY = [
     "--optimizer.warmup", "2", "--optimizer.decay_steps", "6", "--precision", "fp64", "--device", "cpu",
     "--train.accumulation", "2", "--steps", "4", "--checkpoint.every", "2",
 ]  # fmt: skip
-MESH = ["--mesh", "data=2,fsdp=2,tensor=2"]  # each process is a replica
+MESH = ["--mesh", "data=2,fsdp=2,tensor=2"]  # one replica per process
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Without the devices that it holds for these tests; what one of them compiled serves the others."""
+    """Without the tests' own devices; processes share compiled programs."""
     ours = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "NPROC")}
     return ours | {"PYTHONPATH": str(ROOT)} | more
 
@@ -48,7 +48,7 @@ def torchrun(*command: str, processes: int = 2) -> Ended:
 
 
 def ranks(*command: str, **more: str) -> list[Ended]:
-    """The processes of a launcher that ends nobody: each by itself to its end."""
+    """Processes of a launcher that ends none of them."""
     launcher = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost",
@@ -66,7 +66,7 @@ def ranks(*command: str, **more: str) -> list[Ended]:
         out = [process.communicate(timeout=300) for process in running]
     finally:
         for process in running:
-            process.kill()  # one that waits for ever
+            process.kill()  # in case it waits for ever
     return [Ended(p.args, p.returncode, *texts) for p, texts in zip(running, out, strict=True)]
 
 
@@ -105,7 +105,7 @@ def state(path: Path) -> dict[str, Any]:
 
 
 def distance(a: Path, b: Path) -> tuple[float, float]:
-    """Largest relative difference of losses and gradient norms, and of a weight or moment by its norm."""
+    """Largest relative differences: of losses and gradient norms, and by norm of a weight or moment."""
     curves = [np.array([(r["loss"], r["grad_norm"]) for r in read_metrics(path)]) for path in (a, b)]
     first, second = state(a), state(b)
     assert first.keys() == second.keys()
@@ -204,7 +204,7 @@ processes.run(train.main)
 
 @pytest.fixture
 def planted(tmp_path: Path) -> str:
-    """A script that trains as the command does, with what PLANT names done to it."""
+    """A script that trains like the command, with the mistake that PLANT names."""
     file = tmp_path / "planted.py"
     file.write_text(PLANT)
     return str(file)
@@ -221,10 +221,10 @@ def test_a_signal_to_one_ends_all_with_one_checkpoint_and_each_reads_its_rows(
     assert steps_in(run / "checkpoints") == [2] and len(read_metrics(run)) == 2
 
     rows = [np.loadtxt(f"{reads}.{rank}", dtype=int) for rank in range(2)]
-    assert [r.shape for r in rows] == [(3, 4), (3, 4)]  # half of each batch, of two steps and the one fetched ahead
-    assert len(np.unique(np.concatenate(rows))) == 3 * 8  # and never the other's
+    assert [r.shape for r in rows] == [(3, 4), (3, 4)]  # half of each batch, for two steps and one fetched ahead
+    assert len(np.unique(np.concatenate(rows))) == 3 * 8  # never the other's rows
 
-    # One process continues with what two have saved.
+    # One process continues from checkpoints of two.
     main([*TINY, *MESH, "--output", str(run), "--resume"])
     curves, states = distance(run, one)
     assert curves < 1e-12 and states < 1e-10
@@ -258,8 +258,8 @@ def test_a_checkpoint_that_one_cannot_begin_is_left_out_by_all(planted: str, tmp
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_with_what_one_has_saved(one: Path, tmp_path: Path) -> None:
-    """On a mesh whose processes have the same rows, and other times of them."""
+def test_two_processes_continue_a_run_of_one(one: Path, tmp_path: Path) -> None:
+    """On a mesh whose processes have the same rows, but different times of them."""
     run = tmp_path / "run"
     shutil.copytree(one, run)
     shutil.rmtree(run / "checkpoints" / "4")
@@ -324,8 +324,8 @@ processes.run(main)
         ("first", [1, 1], ["the first disk"]),
     ],
 )
-def test_all_end_and_one_says_why(plant: str, codes: list[int], told: list[str]) -> None:
-    """Without a launcher that ends the others, and though they wait within a collective, deaf to signals."""
+def test_all_end_and_one_reports_why(plant: str, codes: list[int], told: list[str]) -> None:
+    """Without a launcher that ends the others, though they wait in a collective, where signals are not handled."""
     ended = ranks("-c", SMALL, PLANT=plant, JAX_PLATFORMS="cpu")
     assert [process.returncode for process in ended] == codes, ended
     assert len(errors(ended)) == len(told) and all(text in line for text, line in zip(told, errors(ended), strict=True))
@@ -342,7 +342,7 @@ def test_a_wrong_number_of_processes_is_reported_once() -> None:
 
 
 def test_an_address_that_cannot_be_reached_is_reported_once() -> None:
-    address = "192.0.2.1:29500"  # of documents, where nobody is
+    address = "192.0.2.1:29500"  # reserved for documentation: nobody answers
     ended = ranks("-c", SMALL, JAX_COORDINATOR_ADDRESS=address, JAXDIST_JOIN_SECONDS="2")
     assert [process.returncode for process in ended] == [1, 1]
     assert len(errors(ended)) == 1 and address in errors(ended)[0]
@@ -350,7 +350,7 @@ def test_an_address_that_cannot_be_reached_is_reported_once() -> None:
 
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one(one: Path, tmp_path: Path) -> None:
-    """Loss over a split, whose last batch is not whole, and logits."""
+    """Loss over a split with an incomplete last batch, and logits."""
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 256, (8, 16)))
     text = tmp_path / "text.txt"
     text.write_text("".join(map(chr, np.random.default_rng(0).integers(32, 127, 16 * 45))))

@@ -1,4 +1,4 @@
-"""Who comes, who does not, and who should not have: threads in place of processes."""
+"""Processes that join, that are missing, and that do not belong: threads in place of processes."""
 
 import socket
 import threading
@@ -25,7 +25,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(*others: Present, size: int, first: Present | None = None, seconds: float = 2) -> list[Any]:
-    """What the first process, then the others, find: hosts, or what ends them."""
+    """Results of the first process, then of the others: hosts, or the error that ends them."""
     address = "localhost", free_port()
 
     def one(me: Present, function: Callable[..., Any]) -> Any:
@@ -90,7 +90,7 @@ def test_a_process_that_reaches_no_other_reports_its_variables_itself() -> None:
 
 @pytest.mark.long
 def test_strangers_are_passed_over() -> None:
-    """A scanner of ports, or a program that took this port for another."""
+    """A port scanner, or a program that took this port for another."""
     port = free_port()
     launch = Launch("torchrun", 2, 0, 0, ("localhost", port))
 
@@ -154,8 +154,8 @@ def test_an_end_that_was_not_announced_is_noticed(
     ours.close()
 
 
-def test_who_is_silent_for_too_long() -> None:
-    """Seconds in which this process stood still itself do not count."""
+def test_processes_that_are_silent_for_too_long() -> None:
+    """Time in which this process itself was stopped does not count."""
     silence = rendezvous.Silence([1, 2, 3], now=0.0)
     silence.left(3)
     for second in range(1, int(rendezvous.SILENT) + 2):

@@ -1,4 +1,4 @@
-"""Options of the compiler reach it, and what a CPU's does with them; its collectives and products."""
+"""Compiler options arrive, and the CPU compiler's collectives and products."""
 
 import re
 from typing import Any
@@ -20,11 +20,11 @@ from jaxdist.training.step_test import train
 
 pytestmark = pytest.mark.long
 
-HANDLE = r"channel_handle<handle = (\d+)"  # of a collective in StableHLO
+HANDLE = r"channel_handle<handle = (\d+)"  # a collective's number in StableHLO
 KNOBS: dict[str, Any] = {"overlap": True, "bucket_mb": 0.5}
 
 
-# What the compiler of CPUs no longer has from jax 0.11 on.
+# Options that the CPU compiler lacks from jax 0.11 on.
 GONE = {name for name in xla.OVERLAP if "pipelined" in name} if jax.__version_info__ >= (0, 11) else set()
 
 
@@ -50,7 +50,7 @@ def test_they_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_on_cpus_no_number_changes(batches: Any) -> None:
-    """Whose compiler takes the options of GPUs and goes by its own rules."""
+    """The CPU compiler accepts options for GPUs without effect."""
     plain, knobs = (train(tiny(parallel={"mesh": "4x2"} | more), batches, steps=3) for more in ({}, KNOBS))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(knobs), strict=True))
 
@@ -65,7 +65,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("which", often(SEVERAL, ["interleaved"]))
 def test_each_collective_has_a_number_of_its_own(which: str) -> None:
-    """In the program that is compiled for CPUs; of JAX's own it is one for all."""
+    """In programs compiled for CPUs; JAX itself gives all the same."""
     experiment = tiny(**SEVERAL[which], train={"accumulation": 2})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     traced = program.step.trace(program.abstract, program.abstract_batch)
@@ -75,7 +75,7 @@ def test_each_collective_has_a_number_of_its_own(which: str) -> None:
 
 
 def test_another_program_of_the_process_is_untouched() -> None:
-    """After ours were compiled, one of `jax.jit` alone has JAX's numbers."""
+    """Compiled after ours, a plain `jax.jit` has JAX's numbers."""
     experiment = tiny(parallel={"mesh": "fsdp=2"})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     program.step.lower(program.abstract, program.abstract_batch).compile()
@@ -88,7 +88,7 @@ def test_another_program_of_the_process_is_untouched() -> None:
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="groups are mesh axes")
 def test_none_is_compiled_within_groups_of_one() -> None:
-    """Of what models ask for over axes of one device: the program that is lowered has it, that which runs does not."""
+    """Models use collectives over axes of one device: the lowered program has them, the compiled one does not."""
     experiment = tiny(parallel={"mesh": "fsdp=2"})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     traced = program.step.trace(program.abstract, program.abstract_batch)
@@ -106,7 +106,7 @@ def test_what_xla_flags_name_is_left_to_them(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_reductions_are_xlas_own_on_several_devices(devices: int) -> None:
-    """And products YNNPACK's, on one as on several."""
+    """Products are YNNPACK's, on one device and on several."""
     experiment = tiny(parallel={"mesh": f"fsdp={devices}"}, precision={"policy": "fp32"})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     text = program.step.lower(program.abstract, program.abstract_batch).compile().as_text()
@@ -123,11 +123,11 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "mixture": {"model": MIXTRAL, "parallel": {"mesh": "fsdp=2"}},
     "tied": {"model": {"tied": True}, "parallel": {"mesh": "fsdp=2"}},
 }
-ROUTER = "BTD,DE->BTE"  # its product is left to Eigen: it is a small one
+ROUTER = "BTD,DE->BTE"  # a small product, left to Eigen
 
 
 def not_ynnpacks(**fields: Any) -> list[str]:
-    """The matrix products of a step, in optimized HLO, that XLA does not leave to YNNPACK."""
+    """Matrix products in optimized HLO that XLA does not give to YNNPACK."""
     experiment = tiny(**fields, precision={"policy": "fp32"})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     text = program.step.lower(program.abstract, program.abstract_batch).compile().as_text()
@@ -145,7 +145,7 @@ def test_every_product_is_ynnpacks_on_several_devices(which: str) -> None:
 
 
 def test_eigens_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At least gradients of a block's seven kernels and the head's, if the left side is summed over its rows."""
+    """With the left side summed over rows, at least the gradients of a block's seven kernels and the head's."""
     monkeypatch.setattr(linear, "written", lambda x: x)
     assert len(not_ynnpacks(**PRODUCTS["fsdp"])) >= 8
 
@@ -158,7 +158,7 @@ PRODUCT_OF_HEADS = {
 
 @pytest.mark.parametrize("whose", PRODUCT_OF_HEADS)
 def test_products_of_heads(whose: str) -> None:
-    """Of attention's backward pass, with nothing around them."""
+    """Products of attention's backward pass alone."""
     mesh, _ = make_mesh(tiny(parallel={"mesh": "fsdp=2"}, precision={"policy": "fp32"}), "cpu")
     x, y = (jax.ShapeDtypeStruct((2, 4, 64, size), jnp.float32) for size in (16, 64))
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""A ResNet by its command lines: training, resume, evaluation, and files of other programs."""
+"""A ResNet by its command lines: training, resume, evaluation, and other programs' files."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_statistics_are_kept_and_resume_is_bitwise(run: Path) -> None:
     memory = json.loads((run / "summary.json").read_text())["memory"]
     assert memory["gradients"] == memory["parameters"]
     counts = {int(n) for name, n in found.items() if name.endswith("num_batches_tracked")}
-    assert counts == {8}  # two microbatches a step
+    assert counts == {8}  # two microbatches per step
     kept = checkpoint.kept_in(checkpoint.read(run).optimizer)
     assert kept.keys() == {"exp_avg", "exp_avg_sq", "ema"}
     assert not any("running" in name or "tracked" in name for arrays in kept.values() for name in arrays)
@@ -87,7 +87,7 @@ def test_other_programs_have_the_same(run: Path, tmp_path: Path) -> None:
 
 
 def test_names_of_torchvision(run: Path, tmp_path: Path) -> None:
-    """A state dict in torchvision's names, as its models save it, becomes the same weights."""
+    """A state dict of torchvision's models becomes the same weights."""
     convert([str(run), str(tmp_path / "hf"), "--to", "hf"])
     from safetensors.torch import load_file
 
@@ -106,7 +106,7 @@ def test_names_of_torchvision(run: Path, tmp_path: Path) -> None:
 
 
 def vision(name: str) -> str:
-    """What torchvision calls a tensor of Hugging Face's."""
+    """torchvision's name of a tensor of Hugging Face's."""
     if name.startswith("classifier.1."):
         return name.replace("classifier.1", "fc")
     name = name.replace("resnet.embedder.embedder.", "stem.").replace("resnet.encoder.stages.", "")

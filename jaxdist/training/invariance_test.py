@@ -1,4 +1,4 @@
-"""What must not change a step of JAX alone, for every family: more padding, other rows, other microbatches.
+"""Transformations that must not change a step of JAX, for every family.
 
 A proof against torch cannot see a mistake that both sides share; these tests hold one side against itself. Neither side
 packs documents with positions of their own: that a document is indifferent to its neighbours is tested on padded ones.
@@ -55,8 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 DECODERS = [family for family in FAMILIES if family != "resnet"]
 
-# Rounding: each number is a chain of sums, at most 10 of a block and 4 of the loss forward and as many backward, and a
-# sum of n numbers in another order differs by at most n epsilons. The longest is over fewer than 256.
+# Rounding: each number is a chain of sums, at most 10 per block and 4 for the loss forward and as many backward, and a
+# sum of n numbers in another order differs by at most n epsilons. The longest has fewer than 256 terms.
 BOUND = np.finfo(np.float64).eps * 256 * 2 * (10 + 4)
 
 Arrays = dict[str, np.ndarray]
@@ -64,7 +64,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """A step to be taken: a batch, the sections of its experiment, and starting weights by name."""
+    """A step to take: a batch, the sections of its experiment, and starting weights by name."""
 
     batch: Any
     sections: dict[str, Any]
@@ -73,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step makes: loss, gradients, and weights after an update."""
+    """Result of a step: loss, gradients, and weights after an update."""
 
     loss: float
     gradients: Arrays
@@ -82,7 +82,7 @@ class Step:
 
 @cache
 def program_of(sections: str) -> Program:
-    # As large an eps makes an update no more sensitive than its gradient.
+    # With so large an eps an update is no more sensitive than its gradient.
     optimizer = {"warmup": 0, "learning_rate": 1e-2, "eps": 1e-2}
     experiment = tiny(**json.loads(sections), parallel={"mesh": "1x1"}, optimizer=optimizer)
     return Program(experiment, make_mesh(experiment, "cpu")[0])
@@ -103,7 +103,7 @@ def taken(case: Case) -> Step:
 
 
 def case_of(family: str, **model: Any) -> Case:
-    """A batch of 4 rows, of sequences of 8 times that end in padding but for the first, whose inputs are below 24."""
+    """A batch of 4 sequences of 8 times, all but the first ending in padding, with inputs below 24."""
     random = np.random.default_rng(0)
     given = FAMILIES[family] | model
     if family == "resnet":
@@ -125,7 +125,7 @@ def case_of(family: str, **model: Any) -> Case:
 
 
 def difference(a: Step, b: Step) -> float:
-    """The largest of loss, gradients and weights, each over the largest number of its kind."""
+    """Largest of the differences of loss, gradients and weights, each relative to its largest number."""
     apart = [abs(a.loss / b.loss - 1)]
     for one, other in ((a.gradients, b.gradients), (a.weights, b.weights)):
         assert one.keys() == other.keys()
@@ -228,7 +228,7 @@ TABLE: dict[Callable[[Case], float], list[str]] = {
     unused_rows: DECODERS,
     renamed_ids: [*FAMILIES],
 }
-BY_ROWS = (microbatches, moved, alone)  # which balance other tokens together
+BY_ROWS = (microbatches, moved, alone)  # the load balance is over other tokens
 
 
 def case_for(transformation: Callable[[Case], float], family: str) -> Case:
@@ -237,7 +237,7 @@ def case_for(transformation: Callable[[Case], float], family: str) -> Case:
 
 
 CASES = [(t, family) for t, of in TABLE.items() for family in of]
-QUICK = [  # of decoders llama under all, and a mixture, which takes long to compile, under other padding
+QUICK = [  # llama under every transformation, and a mixture, which compiles slowly, under other padding
     (t, family) for t, family in CASES if family in ("llama", "resnet") or (t is other_padding and family == "mixtral")
 ]
 
@@ -280,7 +280,7 @@ def padding_attended(right: Any) -> Any:
     return lambda self, q, k, v, window=0: right(self, q, k, v, window) + v.mean(1, keepdims=True).repeat(2, 2)
 
 
-MISTAKES: list[tuple[Any, str, Any, Callable[[Case], float], str]] = [  # each transformation sees one
+MISTAKES: list[tuple[Any, str, Any, Callable[[Case], float], str]] = [  # one for each transformation
     (step, "IGNORED", mean_of_all_tokens, more_padding, "llama"),
     (step, "cross_entropy", mean_of_microbatch_means, microbatches, "llama"),
     (step, "cross_entropy", mean_of_microbatch_means, moved, "llama"),

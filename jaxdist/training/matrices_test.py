@@ -1,4 +1,4 @@
-"""Functions of whole parameters whose pieces lie on several devices, against those of one array."""
+"""Functions of whole parameters sharded over several devices, against those of one array."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ MESHES = {"2x2": "2x2", "context too": "fsdp=2,context=2,tensor=2", "experts": "
 
 
 def on_devices(mesh: str, spec: ParamSpec, function: Any, x: np.ndarray, kept: Any = None) -> np.ndarray:
-    """`function(param, piece)` on a mesh."""
+    """`function(param, shard)` on a mesh."""
     devices, _ = make_mesh(tiny(model=MIXTRAL, parallel={"mesh": mesh}, precision={"policy": "fp64"}), "cpu")
     partition = spec.partition_spec(True)
 
@@ -47,7 +47,7 @@ def numbers() -> Any:
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_matrices_are_whole(spec: ParamSpec, mesh: str, numbers: Any) -> None:
-    """Their number is none that the devices divide; a function of pieces would be told."""
+    """Shards would give another result; the number of matrices is not divisible by the devices."""
     x, function = numbers(spec), partial(orthogonal, steps=5)
     found = on_devices(mesh, spec, lambda param, piece: param.by_matrix(function, piece), x)
     expected = np.asarray(function(jnp.asarray(x)))
@@ -70,7 +70,7 @@ def test_means_are_of_the_whole(spec: ParamSpec, mesh: str, numbers: Any) -> Non
 
 
 def test_orthogonal() -> None:
-    """Singular values are near 1, and vectors as they were, as torch.optim.Muon leaves them."""
+    """Singular values come near 1; vectors stay unchanged, as in torch.optim.Muon."""
     x = np.random.default_rng(0).normal(size=(2, 5, 3))
     with jax.enable_x64(True):
         made = np.asarray(orthogonal(jnp.asarray(x), 5))

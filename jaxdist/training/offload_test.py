@@ -1,4 +1,4 @@
-"""What lies on the host trains as what lies on the device does, to the bit; and it does lie there."""
+"""Offloading to the host trains the same to the bit, and arrays are in fact on the host."""
 
 import re
 from collections import Counter
@@ -66,7 +66,7 @@ def without(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(case: dict[str, Any], batches: Any) -> bool:
-    """Whether curves, weights and moments are those of the run that offloads nothing, to the bit."""
+    """Whether curves, weights and moments equal those of the run without offloading, to the bit."""
     (curve, state), (curve_, state_) = (train(tiny(**c), batches, STEPS) for c in (case, without(case)))
     return np.array_equal(curve, curve_) and all(np.array_equal(state[name], state_[name]) for name in state_)
 
@@ -118,10 +118,10 @@ def test_it_lies_on_the_host_between_steps(offload: str, batches: Any) -> None:
     for batch in batches(p.experiment, 2):
         assert [kinds(state.parameters), kinds(state.optimizer)] == expected
         given, (state, _) = state, p.step(state, p.place(batch))
-        assert all(array.is_deleted() for array in jax.tree.leaves(given))  # its memory is used again
+        assert all(array.is_deleted() for array in jax.tree.leaves(given))  # donated
     traced = p.step.trace(p.abstract, p.abstract_batch)
     found = metrics.memory(p, traced, traced.lower().compile(), state)
-    moments = bytes_on_device(state.optimizer) - 2 * 4  # the counts of steps stay
+    moments = bytes_on_device(state.optimizer) - 2 * 4  # step counts stay on the device
     assert (
         found["host"]
         == ("parameters" in offload) * bytes_on_device(state.parameters) + ("optimizer" in offload) * moments
@@ -143,14 +143,14 @@ def test_what_is_not_fetched_does_not_trace(owner: Any, offload: str, monkeypatc
 
 
 def moves(case: dict[str, Any]) -> Counter[str]:
-    """To where, and how often, the step as it is lowered for GPUs moves something; for CPUs nothing is moved."""
+    """Transfers of the step lowered for GPUs: target -> number; lowered for CPUs there are none."""
     p = built(case)
     text = p.step.trace(p.abstract, p.abstract_batch).lower(lowering_platforms=("cuda",)).as_text()
     return Counter(re.findall(r'annotate_device_placement.*?_xla_buffer_placement = "(\w+)"', text))
 
 
-def test_what_a_gpu_is_asked_to_move() -> None:
-    """Both moments of each parameter there and back; weights once more for the update, their blocks' inputs."""
+def test_transfers_of_a_gpu() -> None:
+    """Both moments of each parameter in both directions; weights once more for the update, and their blocks' inputs."""
     case: dict[str, Any] = {"parallel": {"mesh": "2x1"}, "memory": {"remat": "full", "offload": "optimizer"}}
     n = len(built(case).param_specs)
     moments = moves(case)
@@ -161,7 +161,7 @@ def test_what_a_gpu_is_asked_to_move() -> None:
 
 
 def awaited(case: dict[str, Any]) -> int:
-    """Of how many arrays the update waits for the norm of the gradients before they are fetched from the host."""
+    """Number of arrays that are fetched from the host only after the gradients' norm is known."""
     p = built(case)
     program = [e for e, *_ in equations(p.step.trace(p.abstract, p.abstract_batch).jaxpr)]
     barriers = [e for e in program if e.primitive.name == "optimization_barrier"]
@@ -171,7 +171,7 @@ def awaited(case: dict[str, Any]) -> int:
 
 
 def test_moments_are_fetched_when_gradients_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of each parameter: compiled for GPUs, what waits for nothing is fetched first, and saves no memory."""
+    """Both of each parameter: a GPU fetches arrays without dependencies first, which saves no memory."""
     case: dict[str, Any] = {"parallel": {"mesh": "2x1"}, "memory": {"offload": "optimizer"}}
     assert awaited(case) == 2 * len(built(case).param_specs)
     monkeypatch.setattr(step, "on_device", lambda arrays, after=None: rematerialization.on_device(arrays))
@@ -179,7 +179,7 @@ def test_moments_are_fetched_when_gradients_are_there(monkeypatch: pytest.Monkey
 
 
 def on_host(case: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Shapes of what the loop over blocks leaves on the host of each device."""
+    """Shapes of the arrays that the loop over blocks leaves on the host of each device."""
     p = built(case)
     traced = p.step.trace(p.abstract, p.abstract_batch)
     scans = [e for e, *_ in equations(traced.jaxpr) if e.primitive.name == "scan"]
@@ -188,7 +188,7 @@ def on_host(case: dict[str, Any]) -> list[tuple[int, ...]]:
 
 
 def test_activations_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under full rematerialization the input of every block, [L, B, T, D], and no other; of products more."""
+    """Under full rematerialization every block's input, [L, B, T, D], and no other; of products more."""
     case: dict[str, Any] = {"parallel": {"mesh": "8x1"}, "memory": {"remat": "full", "offload": "activations"}}
     inputs = (2, 2, 20, 40)
     assert on_host(case) == [inputs]

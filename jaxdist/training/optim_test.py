@@ -42,7 +42,7 @@ SIZES = (3, 5), (512,), (7, 1, 512), (4, 100, 37), ()
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sum_of_squares(dtype: Any) -> None:
-    """Of sizes that 32 sums of 16 squares divide, and of others.
+    """For sizes divisible into 32 sums of 16 squares, and others.
 
     Each square is rounded, goes through 31 additions, and as many in each of the at most three steps in which XLA adds
     up sums: 125 roundings, of half an epsilon.
@@ -51,7 +51,7 @@ def test_sum_of_squares(dtype: Any) -> None:
     exact = sum(np.square(x.astype(np.longdouble)).sum() for x in arrays)
     total, bound = jax.jit(sum_of_squares)([jnp.asarray(x) for x in arrays]), 62.5 * np.finfo(dtype).eps * exact
     assert total.dtype == dtype and abs(np.longdouble(total) - exact) <= bound
-    assert np.square(arrays[0]).sum() > 10 * bound  # so one left out would be found
+    assert np.square(arrays[0]).sum() > 10 * bound  # so a missing array would show
 
 
 def plain(arrays: Any) -> Any:
@@ -60,7 +60,7 @@ def plain(arrays: Any) -> Any:
 
 @pytest.mark.parametrize(("which", "written"), [(sum_of_squares, False), (plain, True)])
 def test_no_squares_are_written_on_several_devices(which: Any, written: bool) -> None:
-    """Sums of 32 are; XLA's own sum first writes all."""
+    """Only sums of 32; XLA's own sum writes all squares first."""
     mesh, _ = make_mesh(tiny(parallel={"mesh": "fsdp=2"}), "cpu")
     arrays = [jax.ShapeDtypeStruct((4, 256, 512), jnp.float32)] * 2
     compiled = jax.jit(which, compiler_options=on_cpus(mesh)).lower(arrays).compile()
@@ -76,7 +76,7 @@ def test_clip_is_torchs(norm: float) -> None:
     updates, _ = clip.update({"w": jnp.array([3.0])}, clip.init({}), norm=jnp.asarray(norm))
     assert float(updates["w"][0]) == pytest.approx(3.0 * min(1.0, 1.0 / (norm + 1e-6)), rel=1e-15)
     optaxs = optax.clip_by_global_norm(1.0).update({"w": jnp.array([norm])}, optax.EmptyState())[0]["w"][0]
-    if norm > 1:  # the 1e-6 is what tells the two apart
+    if norm > 1:  # the 1e-6 distinguishes the two
         ours, _ = clip.update({"w": jnp.array([norm])}, clip.init({}), norm=jnp.asarray(norm))
         assert float(ours["w"][0]) != float(optaxs)
 
@@ -85,7 +85,7 @@ VECTOR = {"w": ParamSpec("w", (3,), ("classes",), 0, 0)}
 
 
 def first_update(transform: optax.GradientTransformation) -> float:
-    """Relative error of the first update in float32 for a gradient of 1: it should be 1 / (1 + eps)."""
+    """Relative error of the first update in float32 for a gradient of 1, which should be 1 / (1 + eps)."""
     ones = {"w": jnp.ones(3, jnp.float32)}
     state = transform.init(ones)
     with jax.enable_x64(False):
@@ -94,7 +94,7 @@ def first_update(transform: optax.GradientTransformation) -> float:
 
 
 def test_bias_correction_is_exact_in_float32() -> None:
-    """Moments of the first step are corrected to the gradient itself; optax's own correction is caught."""
+    """The first step's moments are corrected to the gradient itself; optax's own correction fails."""
     assert first_update(rule(Optimizer(beta1=0.9, beta2=0.999, eps=1e-30), VECTOR)) <= 4 * 2**-24
     assert first_update(optax.scale_by_adam(0.9, 0.999, 1e-30)) > 4 * 2**-24
 
@@ -141,7 +141,7 @@ def lion(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: floa
 
 
 def adafactor(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: float) -> Any:
-    """Of matrices [L, I, O], whose rows are O in torch, and vectors [L, O]."""
+    """For matrices [L, I, O], whose rows are O in torch, and vectors [L, O]."""
     taken, eps, every = t**o.beta2_decay, np.finfo(g.dtype).eps, tuple(range(1, g.ndim))
     size = np.maximum(o.eps2, np.sqrt(np.mean(w * w, every, keepdims=True))) * min(rate, 1 / np.sqrt(t))
     if g.ndim > 2:
@@ -156,14 +156,14 @@ def adafactor(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay:
 
 
 def muon(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: float) -> Any:
-    """Of matrices [L, I, O]; AdamW of vectors."""
+    """Muon for matrices [L, I, O], AdamW for vectors."""
     if g.ndim < 3:
         return adamw(o, w, g, s, t, rate, decay)
     s["momentum_buffer"] = o.momentum * s["momentum_buffer"] + (1 - o.momentum) * g
     along = (1 - o.momentum) * g + o.momentum * s["momentum_buffer"] if o.nesterov else s["momentum_buffer"]
     made = np.empty_like(w)
     for layer, x in enumerate(along):
-        x = x.T / np.linalg.norm(x)  # [O, I], as torch has it
+        x = x.T / np.linalg.norm(x)  # [O, I] as in torch
         for _ in range(o.ns_steps):
             x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
         made[layer] = x.T
@@ -195,7 +195,7 @@ SPECS = {
 @pytest.mark.long
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
-    """Of stacked matrices that decay and stacked vectors that do not; one step is not taken."""
+    """Stacked matrices with decay and stacked vectors without; one step is skipped."""
     o = Optimizer(learning_rate=1e-2, warmup=3, weight_decay=0.1, clip=0, **settings)
     random = np.random.default_rng(0)
     p = {name: random.normal(size=spec.shape) for name, spec in SPECS.items()}

@@ -1,4 +1,4 @@
-"""bfloat16 and float16 compute cost digits of theirs, not more: gradients against float64, parameter by parameter."""
+"""Computing in bfloat16 and float16 costs no more than their rounding: gradients against float64, by parameter."""
 
 import functools
 from typing import Any
@@ -28,7 +28,7 @@ BOUND = {policy: 48**0.5 * unit for policy, unit in UNIT.items()}
 
 
 def gradients(model: str, mesh: str, **precision: Any) -> dict[str, np.ndarray]:
-    """Gradients of 4096 tokens, three in four the same one: twice Adam's first moment after an unclipped step."""
+    """Gradients for 4096 tokens, three in four of them the same: twice Adam's first moment after an unclipped step."""
     experiment = tiny(
         model=MODELS[model],
         data={"sequence": 64},
@@ -52,7 +52,7 @@ def exact_gradients(model: str) -> dict[str, np.ndarray]:
 
 
 def errors(model: str, mesh: str = "1x1", **precision: Any) -> dict[str, float]:
-    """Relative L2 error of each parameter's gradient, but for GPT-2's key bias, whose true gradient is zero."""
+    """Relative L2 error of each parameter's gradient, except GPT-2's key bias, whose true gradient is zero."""
     found, exact = gradients(model, mesh, **({"policy": "bf16"} | precision)), exact_gradients(model)
     names = [name for name in exact if (model, name) != ("gpt2", "layers.attention.k_proj.bias")]
     return {n: float(np.linalg.norm(found[n] - exact[n]) / np.linalg.norm(exact[n])) for n in names}
@@ -100,6 +100,6 @@ def test_sums_over_tokens_in_bfloat16_are_caught(
 
 @pytest.mark.slow
 def test_parameters_in_bfloat16_train() -> None:
-    """Weights, gradients and moments in bfloat16: each rounded once more, the norm and the sums still float32."""
+    """Weights, gradients and moments in bfloat16 add one rounding each; norm and sums stay float32."""
     found = errors("llama", parameters="bfloat16")
     assert max(found.values()) <= 2 * BOUND["bf16"], found

@@ -1,5 +1,5 @@
-"""The programs that are compiled: as large for many layers as for few, and float32 what it says is float32; evaluation
-is the step's, in its memory."""
+"""Compiled programs: size independent of depth, true float32 where claimed, and an evaluation that computes what the
+step does in its memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those of inner programs included."""
+    """All equations, including those of inner programs."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def approximate(fields: dict[str, Any], mesh: str = "2x2") -> tuple[list[str], list[str]]:
-    """The kinds of products of a step in float32, and those that a GPU may compute in TF32, or a TPU in bfloat16."""
+    """Kinds of products of a step in float32, and those that a GPU may compute in TF32 or a TPU in bfloat16."""
     experiment = tiny(**({"parallel": {"mesh": mesh}} | fields))
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     jaxpr = program.step.trace(program.abstract, program.abstract_batch).jaxpr.jaxpr
@@ -93,14 +93,14 @@ def test_growth_with_depth_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_chunks(chunks: int, mesh: str) -> Program:
-    """Evaluates by two microbatches."""
+    """Evaluation by two microbatches."""
     experiment = tiny(train={"accumulation": 2}, parallel={"mesh": mesh}, memory={"loss_chunks": chunks})
     return Program(experiment, make_mesh(experiment, "cpu")[0])
 
 
 @pytest.mark.parametrize("mesh", ["pipeline=2,fsdp=2", *slow(["1x1", "2x2"])])
 def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
-    """Three chunks are filled up, of the 80 or 160 tokens that a device has; without their last one it shows."""
+    """Three padded chunks of a device's 80 or 160 tokens; dropping the last changes the loss."""
     batch, parameters = batches(tiny(), 1)[0], in_chunks(1, mesh).initialize().parameters
 
     def evaluated(chunks: int) -> float:
@@ -116,7 +116,7 @@ def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: py
 
 @pytest.mark.parametrize("chunks", [4, *slow([1])])
 def test_evaluation_takes_no_more_memory_than_the_step(chunks: int) -> None:
-    """Where its logits are the largest of all, of eight microbatches at once they would be most of it."""
+    """Logits dominate; those of eight microbatches at once would exceed the step's memory."""
     experiment = tiny(model={"vocab": 4096}, train={"accumulation": 8}, memory={"loss_chunks": chunks})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     state, batch = program.abstract, program.abstract_batch

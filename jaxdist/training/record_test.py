@@ -1,4 +1,4 @@
-"""Records hold what the step computes, whatever the mesh: they are compared with the step's own results."""
+"""Records agree with the results of the compiled step, on any mesh."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def recorded(program: Program, batches: Any) -> dict[str, np.ndarray]:
 
 def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, float]:
     assert list(a) == list(b)
-    # absolute for a key bias: in GPT-2 it has no gradient, and steps of what rounding makes of it
+    # absolute for GPT-2's key bias: its gradient is zero, and it moves by rounding alone
     return {n: float(np.linalg.norm(a[n] - b[n]) / (1 if KEY in n else np.linalg.norm(b[n]) or 1)) for n in a}
 
 
@@ -61,7 +61,7 @@ def test_a_record_is_the_same_on_every_mesh(batches: Any, mesh: str, sections: d
 
 
 def test_a_record_is_of_the_step_that_trains(batches: Any) -> None:
-    """Loss, norm, weights and moments are those of the compiled step; another clip would be seen."""
+    """Loss, norm, weights and moments equal the compiled step's; another clip fails."""
     made = program("2x4", memory={"remat": "selective"}, train={"accumulation": 2})
     record = recorded(made, batches)
     with jax.enable_x64(True):
@@ -75,7 +75,7 @@ def test_a_record_is_of_the_step_that_trains(batches: Any) -> None:
 
 
 def test_activation_gradients_are_derivatives(batches: Any) -> None:
-    """The gradient of the last block's output times a small change of it is what the loss changes by."""
+    """The gradient of the last block's output times a small change of it gives the loss's change."""
     made = program("1x1")
     record = recorded(made, batches)
     bias = record["activation_gradient/layers.1.attention.v_proj"].sum((0, 1))
@@ -90,7 +90,7 @@ def test_gradients_alone(batches: Any) -> None:
 
 
 def test_recording_changes_no_class(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules outside the recorded model are called as ever, also while a step is recorded."""
+    """Modules outside the recorded model are unaffected, also while a step is recorded."""
     called, right = list[Any](), Parallel.tap
 
     def tap(self: Parallel, name: str, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Temporary memory of a step, estimated."""
+"""Estimated temporary memory of a step."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SMALL, LARGE = ({"parallel.mesh": "8x1", "model.layers": n} for n in (4, 64))
 
 
 def test_which_steps_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that need more than a heap holds, of several devices that this process is known to have."""
+    """Steps that exceed a malloc heap, on several devices known to this process."""
     found = [
         scratch.scratch(load("default", LARGE | {"parallel.mesh": mesh})) > HEAP for mesh in ("8x1", "1x1", "-1x1")
     ]

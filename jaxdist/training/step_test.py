@@ -1,4 +1,4 @@
-"""The mathematics of distribution: every mesh and strategy trains as one device does, in float64."""
+"""Distributed training: in float64 every mesh and strategy trains as one device does."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from jaxdist.training.step import Step
 pytestmark = pytest.mark.long
 
 STEPS = 20
-LOSS, STATE = 1e-12, 1e-10  # bounds of the contract in float64, relative
+LOSS, STATE = 1e-12, 1e-10  # the contract's relative bounds in float64
 
 CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"train": {"accumulation": 2}},
@@ -124,7 +124,7 @@ def error(
     return curve[0], max(curve[1], *states)
 
 
-# Of four layers.
+# Cases with four layers.
 STAGES: dict[str, dict[str, Any]] = {
     "GPipe": {"parallel": {"mesh": "pipeline=4", "pipeline_schedule": "GPipe"}, "train": {"accumulation": 4}},
     "1F1B": {"parallel": {"mesh": "pipeline=4"}, "train": {"accumulation": 8}, "memory": {"remat": "selective"}},
@@ -183,7 +183,7 @@ def alone() -> Callable[..., Any]:
     return run
 
 
-# Each axis once, on the meshes that have most of them.
+# Each axis once, on the meshes with most axes.
 QUICK = ("ddp", "2x2x2", "sequence full")
 
 
@@ -195,7 +195,7 @@ def test_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
 
 @pytest.mark.slow
 def test_a_ring_of_five(batches: Any, alone: Any) -> None:
-    """An odd number of devices, more than two of them, and a window that ends within and between chunks."""
+    """More than two devices, an odd number, and a window that ends within and between chunks."""
     sections = {"model": dict(tiny().model.model_dump(), window=7)}
     ring = {"parallel": {"mesh": "context=5", "strategy": "ddp"}}
     loss, state = error(train(tiny(**ring, **sections), batches), alone(batches, **sections))
@@ -205,7 +205,7 @@ def test_a_ring_of_five(batches: Any, alone: Any) -> None:
 @pytest.mark.parametrize("case", slow(["fsdp", "2x4", "2x2x2", "ring 2x2x2", "ulysses"]))
 def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": GPT2}
-    # The key bias has a true gradient of zero: what reaches it is rounding, and Adam makes steps of that.
+    # The key bias has a true gradient of zero: Adam turns its rounding into steps.
     first, second = train(tiny(**CASES[case], **sections), batches), alone(batches, **sections)
     kept = [name for name in second[1] if "k_proj.bias" not in name]
     loss, state = error((first[0], {n: first[1][n] for n in kept}), (second[0], {n: second[1][n] for n in kept}))
@@ -220,7 +220,7 @@ def test_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
 
 
 def experts_differ(case: str, capacity: float, batches: Any, alone: Any) -> float:
-    """A mixture on a mesh against one device, over the bounds of the contract."""
+    """Difference of a mixture on a mesh from one device, over the contract's bounds."""
     sections = {"model": MIXTRAL | {"capacity": capacity}}
     loss, state = error(train(tiny(**EXPERT_CASES[case], **sections), batches), alone(batches, **sections))
     return max(loss / LOSS, state / STATE)
@@ -239,7 +239,7 @@ def test_mixtures_train_as_on_one_device(case: str, capacity: float, batches: An
 
 @pytest.mark.slow
 def test_tokens_balanced_by_each_device_are_caught(batches: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its balance alone: each device divides by its own tokens, and counts those that go to an expert of its own."""
+    """The load balance alone: each device divides by its own tokens, and counts those routed to its own experts."""
     sections = {"model": MIXTRAL | {"capacity": 1.0}}
     right = alone(batches, **sections)
     monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: lax.stop_gradient(sums))
@@ -248,8 +248,9 @@ def test_tokens_balanced_by_each_device_are_caught(batches: Any, alone: Any, mon
 
 
 def stages_differ(case: str, model: Any, batches: Any, alone: Any) -> float:
-    """A pipeline against one device, over the bounds of the contract."""
-    # At 1e-2 so deep a model, on 12 sequences, makes 1e-10 of rounding by step 20: also of another accumulation's.
+    """Difference of a pipeline from one device, over the contract's bounds."""
+    # At a rate of 1e-2 a model this deep, on 12 sequences, amplifies rounding to 1e-10 by step 20, even for another
+    # accumulation.
     sections = {"model": dict(model, layers=4), "optimizer": {"learning_rate": 3e-3}}
     whole = {"train": {"batch": STAGES[case]["train"].get("batch", 16)}}
     first, second = train(tiny(**STAGES[case], **sections), batches), alone(batches, **sections, **whole)
@@ -272,7 +273,7 @@ def test_a_pipeline_of_gpt2_with_tied_embeddings(case: str, batches: Any, alone:
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [0.0, 1.0])
 def test_a_pipeline_of_mixtures(capacity: float, batches: Any) -> None:
-    """Balanced within each microbatch, so held against devices that have the same rows in each."""
+    """Balanced within each microbatch, so compared with devices that have the same rows in each."""
     sections = {"model": MIXTRAL | {"capacity": capacity, "layers": 4}, "train": {"accumulation": 2}}
     meshes = ({"mesh": f"{stages}fsdp=2,expert=2"} for stages in ("pipeline=2,", ""))
     loss, state = error(*(train(tiny(parallel=mesh, **sections), batches) for mesh in meshes))
@@ -280,18 +281,18 @@ def test_a_pipeline_of_mixtures(capacity: float, batches: Any) -> None:
 
 
 def test_equal_probabilities_choose_the_first_experts() -> None:
-    """Which of equal ones torch.topk takes is open; both sides take the first."""
+    """torch.topk may choose any of equal ones; both sides take the first."""
     probabilities = jnp.array([0.1, 0.3, 0.2, 0.3, 0.2, 0.3])[None, None]
     assert mixtral.choose(probabilities, 4).tolist() == [[[1, 3, 5, 2]]]
 
 
 def divided(reduce: Any) -> Any:
-    """Gradients are averaged over the devices, though the loss is divided by the global count already."""
+    """Gradients are averaged over the devices, though the loss is already divided by the global count."""
     return lambda self, g: jax.tree.map(lambda x: x / lax.axis_size(TOKENS), reduce(self, g))
 
 
 def one_replica(reduce: Any) -> Any:
-    """The first replica's gradients go for those of all."""
+    """The first replica's gradients replace the sum."""
 
     def wrong(self: Step, gradients: Any) -> Any:
         first = lax.axis_index("data") == 0
@@ -301,7 +302,7 @@ def one_replica(reduce: Any) -> Any:
 
 
 def counted_per_device(norm: Any) -> Any:
-    """What is whole on every device is counted by each of them: the sum of squares of all goes over all axes."""
+    """Replicated parameters are counted by each device: the sum of squares is over all axes."""
 
     def wrong(self: Step, gradients: Any) -> Any:
         return norm(self, gradients) * math.prod(lax.axis_size(axis) for axis in AXES) ** 0.5
@@ -310,8 +311,8 @@ def counted_per_device(norm: Any) -> Any:
 
 
 @pytest.mark.parametrize("level", [0.0, 1e4])
-def test_the_gradient_of_a_token_sums_to_nothing(level: float) -> None:
-    """softmax - one-hot, as near to 0 in float32 where logits are large: what is subtracted first is the largest."""
+def test_the_gradient_of_a_token_sums_to_zero(level: float) -> None:
+    """softmax - one-hot sums to nearly 0 in float32 even with large logits, as the largest is subtracted first."""
     experiment = tiny(parallel={"mesh": "1x1"}, precision={"policy": "fp32"})
     mesh = make_mesh(experiment, "cpu")[0]
     random = np.random.default_rng(0)
@@ -342,7 +343,7 @@ def own_tokens(cross_entropy: Any) -> Any:
 
 
 def neighbours(pieces: Any) -> Any:
-    """Each device updates the piece of its neighbour with its own gradient."""
+    """Each device updates its neighbour's shard with its own gradient."""
 
     def wrong(self: Step, parameters: Any) -> Any:
         n = lax.axis_size("fsdp")
@@ -363,7 +364,7 @@ def last_microbatch(accumulate: Any) -> Any:
     return wrong
 
 
-# Each on its meshes; outside of the slow grid those of `SEEN` on their first one.
+# Each on its meshes; outside of the slow grid those of `SEEN`, on their first mesh.
 MISTAKES: dict[Any, tuple[Any, str, tuple[str, ...]]] = {
     divided: (Step, "reduce", ("zero2", "ddp", "fsdp", "reduce per step")),
     one_replica: (Step, "reduce", ("hybrid", "2x2x2 zero1")),
@@ -390,14 +391,14 @@ def test_planted_mistakes_are_caught(
 
 @pytest.mark.parametrize("case", often(["ddp", "2x4"], ["2x4"]))
 def test_sums_forgotten_do_not_compile(case: str, batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What differs from device to device cannot leave the step as if it did not: `check_vma` refuses the program."""
+    """`check_vma` refuses a program whose outputs differ between devices but are declared replicated."""
     monkeypatch.setattr(lax, "psum", lambda x, axes: x)
     with pytest.raises(Exception, match=r"varying|vma|replicat"):
         train(tiny(**CASES[case]), batches, steps=1)
 
 
 def test_start_is_the_same_on_any_mesh() -> None:
-    """Weights depend on the seed and the name only, to the bit."""
+    """Weights depend on the seed and the name alone, to the bit."""
     states = []
     for sections in ({}, CASES["2x2x2"], CASES["ddp"]):
         experiment = tiny(**sections, precision={"policy": "fp32"})
