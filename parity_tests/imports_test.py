@@ -291,9 +291,22 @@ def families_compared(file: Path) -> set[str]:
     return {value for value in constants if isinstance(value, str)} & FAMILIES.keys()
 
 
+def families_keyed(file: Path) -> set[str]:
+    """Names of families that are keys of a module's tables."""
+    tables = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Dict))
+    keys = {key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)}
+    return {key for key in keys if isinstance(key, str)} & FAMILIES.keys()
+
+
+# Tables of models and configurations to train, by names that may be those of families.
+CATALOGS = {"parity_tests/runs/cases.py", "parity_tests/validation/detection.py", "parity_tests/validation/loops.py"}
+
+
 def test_nothing_outside_families_asks_for_a_family_by_name() -> None:
     files = [file for package in FLOORS for file in source_files(package) if "families" not in file.parts]
     assert {str(file): found for file in files if (found := families_compared(file))} == {}
+    others = [file for file in files if str(file.relative_to(ROOT)) not in CATALOGS]
+    assert {str(file): found for file in others if (found := families_keyed(file))} == {}
 
 
 def test_a_question_for_a_name_is_found(tmp_path: Path) -> None:
@@ -304,6 +317,8 @@ def test_a_question_for_a_name_is_found(tmp_path: Path) -> None:
     )
     (tmp_path / "module.py").write_text("\n".join(lines))
     assert families_compared(tmp_path / "module.py") == {"gpt2", "llama", "mixtral", "qwen3_moe"}
+    (tmp_path / "module.py").write_text("A = {'a': {'llama': 1, **more, key: 'gpt2'}}[m.family]")
+    assert families_keyed(tmp_path / "module.py") == {"llama"}
 
 
 def fields_asked_for(file: Path) -> set[str]:
@@ -311,8 +326,8 @@ def fields_asked_for(file: Path) -> set[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) >= 2)
     probes = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr")]
-    fields = {name.value for of, name, *_ in probes if isinstance(name, ast.Constant) and MODEL.search(ast.unparse(of))}
-    return fields & FAMILY_FIELDS
+    names = [name for model, name, *_ in probes if MODEL.search(ast.unparse(model))]
+    return {str(name.value) for name in names if isinstance(name, ast.Constant)} & FAMILY_FIELDS
 
 
 MODEL = re.compile(r"(^|\.)(m|model)$")

@@ -14,14 +14,14 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from jaxdist.command_line.plugins import add_plugins, load_named, merged
-from jaxdist.config.aliases import flag_here, plain
+from jaxdist.config.aliases import FAMILY, flag_here, plain
 from jaxdist.config.data import Data
 from jaxdist.config.errors import ConfigError, OtherShapes, closest, nearest
 from jaxdist.config.experiment import Experiment, as_argument, section_type
 from jaxdist.config.model import Model, held_by_weights, model_differences, same_model
 from jaxdist.config.names import OneOf
 from jaxdist.config.plugins import load_plugins, plugins_of
-from jaxdist.config.registry import FAMILIES, default_family
+from jaxdist.config.registry import FAMILIES, default_family, described_families
 from jaxdist.config.section import Section
 from jaxdist.formats.described import HF_CONFIG, RUN_CONFIG, Source, config_notes, folder_of, read_config, source_of
 
@@ -104,6 +104,8 @@ class Parser(argparse.ArgumentParser):
             if action.dest in documented:
                 table, default, _ = documented[action.dest]
                 help_text = table.docstrings().get(action.dest.partition(".")[2], "")
+                if action.dest == FAMILY:
+                    help_text += f" {described_families()}."
                 if default not in (None, "", ()):
                     help_text += f" (default {str(default).lower() if isinstance(default, bool) else default})"
                 action.help = help_text.replace("%", "%%")
@@ -159,7 +161,7 @@ def fields() -> dict[str, tuple[type[Section], Any, str]]:
             tables = dict.fromkeys(row.config for row in FAMILIES.values())
         for table in tables:
             for name, field in table.model_fields.items():
-                names = FAMILIES if (section, name) == ("model", "family") else choices(field)
+                names = FAMILIES if f"{section}.{name}" == FAMILY else choices(field)
                 shape = "|".join(names) or "VALUE"
                 found.setdefault(f"{section}.{name}", (table, field.get_default(), shape))
     return found

@@ -9,6 +9,8 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from jaxdist.config.registry import FAMILIES
+
 # Field, or flag without a field -> other names of it, whose values are the same.
 SAME = {
     "train.steps": "max_steps num_steps n_steps total_steps train_steps training_steps num_train_steps max_train_steps "
@@ -180,7 +182,7 @@ AXES = {
 
 DTYPES = {"float32": "fp32 float 32", "bfloat16": "bf16", "float16": "fp16 half 16"}
 
-# Field -> its value here -> what others call it.
+# Field -> its value here -> what others call it. A family's names elsewhere are `aliases` of its row.
 VALUES = {
     "parallel.strategy": {
         "fsdp": "full_shard full_shard_auto_wrap full_shard_offload fully_shard fsdp1 fsdp2 hybrid_shard "
@@ -227,14 +229,6 @@ VALUES = {
         "int64": "i8 <i8 i64 np.int64 numpy.int64 int64_t long",
     },
     "data.last": {"drop": "drop_last true"},
-    "model.family": {
-        "llama": "llama2 llama3 mistral qwen2 qwen3 llamaforcausallm mistralforcausallm qwen2forcausallm "
-        "qwen3forcausallm",
-        "gpt2": "gpt_2 gpt gpt2lmheadmodel",
-        "mixtral": "mixtralforcausallm",
-        "qwen3_moe": "qwen3moe qwen3moeforcausallm",
-        "resnet": "resnet50 resnetforimageclassification",
-    },
     "model.gelu": {"tanh": "gelu_new gelu_pytorch_tanh gelu_tanh gelu_fast", "exact": "gelu none erf"},
     "checkpoint.failure": {"go on": "go_on continue ignore", "stop": "raise abort"},
 }
@@ -244,11 +238,6 @@ ALONG = {
     "parallel.strategy": {
         "with --mesh data=R,fsdp=N for R replicas of N shards": "hybrid_shard hybrid_shard_auto_wrap hsdp "
         "_hybrid_shard_zero2",
-    },
-    "model.family": {
-        "with model.window for its sliding window, if it has one": "mistral mistralforcausallm",
-        "with model.qkv_bias = true": "qwen2 qwen2forcausallm",
-        "with model.qk_norm = true": "qwen3 qwen3forcausallm",
     },
 }
 
@@ -288,6 +277,7 @@ AXIS_NAMES = _by_word(AXES)
 SECTION_NAMES = _by_word(SECTIONS)
 VALUE_NAMES = {field: _by_word(table) for field, table in VALUES.items()}
 ALONG_NAMES = {field: _by_word(table) for field, table in ALONG.items()}
+FAMILY = "model.family"
 
 
 def plain(name: Any) -> str:
@@ -297,14 +287,28 @@ def plain(name: Any) -> str:
 
 def value_here(field: str, value: Any) -> str | None:
     """Our value in `field` for another trainer's `value`, or for ours in another spelling; None if unknown."""
-    word = plain(value)
-    known = VALUE_NAMES.get(field, {})
+    word, known = plain(value), value_names(field)
     return known.get(word) or next((ours for ours in known.values() if plain(ours) == word), None)
+
+
+def value_names(field: str) -> Mapping[str, str]:
+    """Other programs' names of the values of `field` -> our value."""
+    if field != FAMILY:
+        return VALUE_NAMES.get(field, {})
+    return {word: name for name, row in FAMILIES.items() for words in row.aliases for word in words.split()}
+
+
+def related_fields(field: str) -> Mapping[str, str]:
+    """Other programs' names of the values of `field` -> what else to set for these."""
+    if field != FAMILY:
+        return ALONG_NAMES.get(field, {})
+    rows = FAMILIES.values()
+    return {word: more for row in rows for words, more in row.aliases.items() if more for word in words.split()}
 
 
 def _along(field: str, value: Any, *counts: str) -> str:
     """Further text on another trainer's `value` of `field`: what the field counts, and related fields."""
-    return "".join(f", {more}" for more in (*counts, ALONG_NAMES.get(field, {}).get(plain(value))) if more)
+    return "".join(f", {more}" for more in (*counts, related_fields(field).get(plain(value))) if more)
 
 
 def value_hint(field: str, value: Any, choices: Iterable[str] = ()) -> str | None:

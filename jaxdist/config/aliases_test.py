@@ -10,7 +10,18 @@ import pytest
 
 from jaxdist.command_line.arguments import SHORTCUTS, Parser, add_fields, fields, load, parse
 from jaxdist.config import ConfigError, Experiment
-from jaxdist.config.aliases import ALONG_NAMES, AXIS_NAMES, FLAG, NAMES, NOT_HERE_NAMES, OFF, SECTION_NAMES, VALUE_NAMES
+from jaxdist.config.aliases import (
+    AXIS_NAMES,
+    FAMILY,
+    FLAG,
+    NAMES,
+    NOT_HERE_NAMES,
+    OFF,
+    SECTION_NAMES,
+    VALUE_NAMES,
+    related_fields,
+    value_names,
+)
 from jaxdist.config.parallel import Parallel
 
 # Model sections for fields that only one family has.
@@ -133,13 +144,13 @@ def test_a_section_is_reported(name: str) -> None:
 
 
 def test_each_value_is_named_and_the_named_one_is_accepted() -> None:
-    for field, table in VALUE_NAMES.items():
+    for field in (*VALUE_NAMES, FAMILY):
         section, _, name = field.partition(".")
         model = MODELS.get(field, {}) if section == "model" else {}
-        for theirs, ours in table.items():
+        for theirs, ours in value_names(field).items():
             for spelt in {theirs, theirs.upper(), theirs.replace("_", "-")} - {*FIELDS[field][2].split("|")}:
                 told = error_of(Experiment.parse, {section: model | {name: spelt}}, source="x")
-                more = ALONG_NAMES.get(field, {}).get(theirs)
+                more = related_fields(field).get(theirs)
                 assert told.endswith(f"; {spelt!r} is {ours!r} here{f', {more}' if more else ''}"), told
             got = Experiment.parse({section: model | {name: ours}}, source="x")
             assert getattr(getattr(got, section), name) == ours
@@ -149,8 +160,8 @@ def test_aliases_name_fields_and_hide_none() -> None:
     """Each key is a field, and no alias hides a name or value of another field."""
     assert {m.field for m in NAMES.values()} <= {*FIELDS, *FLAGS, "resume"}
     assert not NAMES.keys() & {*SHORTCUTS, *FLAGS, "resume", "device"}
-    for field, table in VALUE_NAMES.items():
-        assert not table.keys() & set(FIELDS[field][2].split("|"))
+    for field in (*VALUE_NAMES, FAMILY):
+        assert not value_names(field).keys() & set(FIELDS[field][2].split("|"))
 
 
 @pytest.mark.parametrize(

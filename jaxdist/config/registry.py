@@ -4,6 +4,7 @@ A row refers to what computes by "package.module:name", which is imported where 
 imports no framework.
 """
 
+import re
 import reprlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -150,12 +151,15 @@ class Family:
     """`formats.hf_decisions.HuggingFace`, the reader and writer of its config.json; None: there is none."""
     accounting: Reference | None = None
     """Closed forms of its traffic, memory and FLOPs; None: unknown."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Its names in other programs, with spaces between -> what else to set for these, as `with model.window = 9`."""
     zero_gradients: tuple[str, ...] = ()
     """Endings of the names of parameters whose true gradient is zero: runs that agree differ there by their rounding
     errors, and a proof compares these parameters by absolute differences."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a config that is no class of model sections, or whose `family` is another."""
+        """Raises ConfigError for a config that is no class of model sections, or whose `family` is another, and for
+        other pieces of the wrong kind."""
         if not (isinstance(self.config, type) and issubclass(self.config, Model)):
             raise ConfigError(
                 f"family {self.name!r}: config = {reprlib.repr(self.config)} is no class of model sections; derive one "
@@ -167,6 +171,13 @@ class Family:
                 f"family {self.name!r}: its config {self.config.__module__}.{self.config.__qualname__} has no such "
                 f"family; declare there family: Literal[{self.name!r}]"
             )
+        pieces = {
+            "aliases": (self.aliases, Mapping, "a mapping of names in other programs to what else to set for these"),
+            "zero_gradients": (self.zero_gradients, tuple, "a tuple of endings of the names of parameters"),
+        }
+        for piece, (given, kind, wanted) in pieces.items():
+            if not (isinstance(given, kind) and all(isinstance(text, str) for text in given)):
+                raise ConfigError(f"family {self.name!r}: {piece} = {reprlib.repr(given)}; give {wanted}")
 
 
 FAMILIES: Registry[Family] = Registry("family", Family, "jaxdist.families.rows")
@@ -185,6 +196,15 @@ def families_of(input_kind: str) -> str:
 def families_with(field: str) -> str:
     """The families whose model sections have a field, as a message gives them."""
     return " or ".join(name for name, row in FAMILIES.items() if field in row.config.model_fields)
+
+
+def described_families() -> str:
+    """Names of the families, each with the first sentence of its model section's docstring, for help."""
+    names: dict[type[Model], list[str]] = {}
+    for name, row in FAMILIES.items():
+        names.setdefault(row.config, []).append(name)
+    about = {config: re.split(r"\.\s", " ".join((vars(config).get("__doc__") or "").split()))[0] for config in names}
+    return "; ".join(f"{', '.join(of)}: {about[config]}".rstrip(".: ") for config, of in names.items())
 
 
 def default_family() -> str:

@@ -9,13 +9,16 @@ from jaxdist.config.data import DataSource
 from jaxdist.config.model import model_differences
 from jaxdist.config.optimizer import UpdateRule
 from jaxdist.config.plugins import function, named, optional
-from jaxdist.config.registry import BUILT_IN, FAMILIES, Owner, Registry, default_family, resolve
+from jaxdist.config.registry import BUILT_IN, FAMILIES, Owner, Registry, default_family, described_families, resolve
 from jaxdist.config.section import Count
 from jaxdist.families.gpt2.config import GPT2
 from jaxdist.families.llama.config import Llama
 
 
 class Toy(Decoder):
+    """A decoder of
+    toys. No more."""
+
     free: ClassVar[frozenset[str]] = Decoder.free | {"scale"}
 
     family: Literal["toy"]
@@ -30,7 +33,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "loaded", {})
     monkeypatch.setattr(FAMILIES, "_rows", dict(FAMILIES))
     monkeypatch.setattr(FAMILIES, "_owners", dict(FAMILIES._owners))
-    register_family(Family("toy", Toy, "nowhere.model:Toy"))
+    aliases = {"toymodel toy2": "with model.scale = 2"}
+    register_family(Family("toy", Toy, "nowhere.model:Toy", aliases=aliases))
 
 
 @pytest.mark.usefixtures("toy")
@@ -51,6 +55,15 @@ def test_a_family_says_which_fields_its_weights_leave_free() -> None:
     rotary, learned = Llama(positions=8), GPT2(family="gpt2", positions=8)
     assert model_differences(rotary, Llama(positions=9)) == {}
     assert model_differences(learned, GPT2(family="gpt2", positions=9)) == {"positions": (8, 9)}
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_registered_family_is_in_help_and_hints() -> None:
+    assert described_families().endswith("; toy: A decoder of toys")
+    with pytest.raises(ConfigError, match=r"no such family; 'Toy2' is 'toy' here, with model.scale = 2$"):
+        Experiment.parse({"model": {"family": "Toy2"}}, source="test")
+    with pytest.raises(ConfigError, match=r"no such family; 'mixtralforcausallm' is 'mixtral' here$"):
+        Experiment.parse({"model": {"family": "mixtralforcausallm"}}, source="test")
 
 
 @pytest.mark.usefixtures("toy")
@@ -165,6 +178,9 @@ def test_what_is_no_row_is_refused() -> None:
     for config in (Toy(family="toy"), DataSource):
         with pytest.raises(ConfigError, match=r"^family 'toy': config = .* is no class of model sections; derive one"):
             Family("toy", cast(Any, config), "nowhere:Toy")
+    for piece, value in (("aliases", ("mine",)), ("zero_gradients", "bias"), ("zero_gradients", (1,))):
+        with pytest.raises(ConfigError, match=rf"^family 'toy': {piece} = .*; give a (mapping|tuple) of "):
+            Family("toy", Toy, "nowhere:Toy", **{piece: cast(Any, value)})
     for states in (["m"], {"m": "all"}):
         with pytest.raises(ConfigError, match=r"^optimizer 'a': states = .*'m'.*; give a mapping of their names"):
             UpdateRule("a", cast(Any, states))

@@ -158,7 +158,7 @@ def balance(hf_reference: HFReference) -> float:
     specs = (program.partition_specs.parameters, program.batch_specs[0])
     mapped = jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P())
     added = Jitted(jax.jit(mapped), program.mesh)
-    weight: float = experiment.model.balance  # type: ignore[attr-defined]
+    weight: float = experiment.model.balance
     return float(added({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)) / weight
 
 

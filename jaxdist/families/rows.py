@@ -19,6 +19,12 @@ for row in (
         tables=f"{HERE}.llama.huggingface:TABLES",
         huggingface=f"{HERE}.llama.huggingface:HUGGINGFACE",
         accounting=f"{HERE}.llama.accounting:ACCOUNTING",
+        aliases={
+            "llama2 llama3 llamaforcausallm": "",
+            "mistral mistralforcausallm": "with model.window for its sliding window, if it has one",
+            "qwen2 qwen2forcausallm": "with model.qkv_bias = true",
+            "qwen3 qwen3forcausallm": "with model.qk_norm = true",
+        },
     ),
     Family(
         "gpt2",
@@ -27,6 +33,7 @@ for row in (
         tables=f"{HERE}.gpt2.huggingface:TABLES",
         huggingface=f"{HERE}.gpt2.huggingface:HUGGINGFACE",
         accounting=f"{HERE}.gpt2.accounting:ACCOUNTING",
+        aliases={"gpt_2 gpt gpt2lmheadmodel": ""},
         zero_gradients=("attention.k_proj.bias",),  # shifts all scores of a query alike: positions rotate no keys
     ),
     Family(
@@ -36,6 +43,7 @@ for row in (
         tables=f"{HERE}.mixtral.huggingface:MIXTRAL_TABLES",
         huggingface=f"{HERE}.mixtral.huggingface:MIXTRAL_HUGGINGFACE",
         accounting=f"{HERE}.mixtral.accounting:ACCOUNTING",
+        aliases={"mixtralforcausallm": ""},
     ),
     Family(
         "qwen3_moe",
@@ -44,6 +52,7 @@ for row in (
         tables=f"{HERE}.mixtral.huggingface:QWEN3_MOE_TABLES",
         huggingface=f"{HERE}.mixtral.huggingface:QWEN3_MOE_HUGGINGFACE",
         accounting=f"{HERE}.mixtral.accounting:ACCOUNTING",
+        aliases={"qwen3moe qwen3moeforcausallm": ""},
     ),
     Family(
         "resnet",
@@ -52,6 +61,7 @@ for row in (
         tables=f"{HERE}.resnet.huggingface:TABLES",
         huggingface=f"{HERE}.resnet.huggingface:HUGGINGFACE",
         accounting=f"{HERE}.resnet.accounting:ACCOUNTING",
+        aliases={"resnet50 resnetforimageclassification": ""},
     ),
 ):
     FAMILIES.register(row, BUILT_IN)

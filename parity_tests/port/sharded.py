@@ -84,11 +84,11 @@ class Sharded:
         return models.param_specs(self.model)
 
     def experiment(self, rows: int | None = None, **sections: Any) -> Experiment:
-        """Sections of an experiment with a step of that many rows, or of the fewest; a family's model with as many
-        layers is a placeholder."""
+        """Sections of an experiment with a step of that many rows, or of the fewest; the first family's model with as
+        many layers is a placeholder."""
         stacked = [spec.shape[0] for spec in self.param_specs.values() if "layers" in spec.axes]
         values: dict[str, Any] = {name: dict(section) for name, section in self.sections.items()} | sections
-        values["model"] = {"family": "llama", "layers": max(stacked, default=1)}
+        values["model"] = {"layers": max(stacked, default=1)}
         values["train"] = {"steps": 1} | dict(self.sections.get("train", {})) | sections.get("train", {})
         values["train"]["batch"] = rows or values["train"].get("accumulation", 1)
         return Experiment.parse(values, source="sections", pinned=["train.batch"])  # that of `batches`

@@ -9,6 +9,6 @@ class Llama(Rotary):
     """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, gated MLP."""
 
     family: Literal["llama"] = "llama"
-    """llama (covers Llama, Mistral, Qwen2 and Qwen3), mixtral, qwen3_moe, gpt2 or resnet."""
+    """Family of models."""
     mlp_bias: bool = False
     """Biases in the MLP."""
