@@ -158,7 +158,7 @@ def starting_state(
         say(f"resuming from step {step}")
         restored = checkpoints.restore(step, program.abstract)
         check_resumed(program, checkpoints.folder / str(step), step, restored)
-        return step, program.to_device_order(restored)
+        return step, program.placement.to_device_order(restored)
     if folder and folder.resume:
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
@@ -197,8 +197,8 @@ class Run:
 
     def batch(self, step: int) -> Batches:
         """The training batch of a step, on the devices."""
-        train = self.experiment.train
-        return self.program.place(self.dataset.batch(step, train.batch, train.seed, rows=self.program.rows))
+        train, placement = self.experiment.train, self.program.placement
+        return placement.put(self.dataset.batch(step, train.batch, train.seed, rows=placement.rows))
 
     def keep(self, step: int, state: TrainState) -> None:
         """Start to save `step`. Raises TrainingError if its weights are not finite, since no run can continue from
@@ -210,7 +210,7 @@ class Run:
             raise overflown(step, bad, self.newest)
         if self.folder and first():
             self.folder.synchronize()
-        self.checkpoints.save(step, self.experiment, self.program.to_checkpoint_order(state))
+        self.checkpoints.save(step, self.experiment, self.program.placement.to_checkpoint_order(state))
 
     def wait(self) -> None:
         """Wait for the save in progress. Raises TrainingError if it has failed."""

@@ -61,7 +61,7 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
         same_model(model, found.model, str(path))
         weights = orbax_io.restore(path, parameters=abstract).parameters
         check_start(program, path, weights, found.precision.parameters)
-        return program.to_device_order(weights)
+        return program.placement.to_device_order(weights)
 
     def put(a: Any, array: Any) -> jax.Array:
         def part(index: Any) -> Any:
@@ -75,4 +75,4 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     weights = {name: put(abstract[name], array) for _, name, array in conversion.stream(PARAMETERS)}
     conversion.refuse(path, of_start(path))
     check_start(program, path, weights, None)
-    return program.to_device_order(weights)
+    return program.placement.to_device_order(weights)

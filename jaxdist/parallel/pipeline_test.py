@@ -127,12 +127,12 @@ def test_activations_once_a_tick() -> None:
 @pytest.mark.long
 def test_layers_lie_in_the_order_of_stages() -> None:
     p = program(model=dict(DEEP, layers=8), **STAGES["interleaved"])
-    assert p.layers.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert p.placement.layers.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     state = p.initialize()
-    in_order, alone = p.to_checkpoint_order(state), program(model=dict(DEEP, layers=8)).initialize()
+    in_order, alone = p.placement.to_checkpoint_order(state), program(model=dict(DEEP, layers=8)).initialize()
     for name, w in alone.parameters.items():
         own = np.asarray(state.parameters[name])
-        np.testing.assert_array_equal(own, np.asarray(w)[p.layers] if name in p.stacked else w)
+        np.testing.assert_array_equal(own, np.asarray(w)[p.placement.layers] if name in p.stacked else w)
         np.testing.assert_array_equal(np.asarray(in_order.parameters[name]), w)
 
 
@@ -143,16 +143,16 @@ def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
     given = batches(first.experiment, 6)
     state = first.initialize()
     for batch in given[:3]:
-        state, _ = first.step(state, first.place(batch))
+        state, _ = first.step(state, first.placement.put(batch))
     with Checkpoints(tmp_path, Checkpoint()) as checkpoints:
-        checkpoints.save(3, first.experiment, first.to_checkpoint_order(state))
+        checkpoints.save(3, first.experiment, first.placement.to_checkpoint_order(state))
         checkpoints.wait()
-        state = second.to_device_order(checkpoints.restore(3, second.abstract))
+        state = second.placement.to_device_order(checkpoints.restore(3, second.abstract))
     for batch in given[3:]:
-        state, values = second.step(state, second.place(batch))
+        state, values = second.step(state, second.placement.put(batch))
     other = alone.initialize()
     for batch in given:
-        other, expected = alone.step(other, alone.place(batch))
+        other, expected = alone.step(other, alone.placement.put(batch))
     assert float(values["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-12)
     for name, w in other.parameters.items():
         difference = np.asarray(state.parameters[name]) - np.asarray(w)
@@ -166,7 +166,7 @@ def test_evaluates_as_one_device(case: str, batches: Any) -> None:
     batch = batches(p.experiment, 1)[0]
     state, whole = p.initialize(), alone.initialize()
     found, expected = (
-        [float(x) for x in q.evaluate(s.parameters, q.place(batch))] for q, s in ((p, state), (alone, whole))
+        [float(x) for x in q.evaluate(s.parameters, q.placement.put(batch))] for q, s in ((p, state), (alone, whole))
     )
     assert found == pytest.approx(expected, rel=1e-13)
     logits, right = (q.logits(s.parameters, batch.tokens) for q, s in ((p, state), (alone, whole)))

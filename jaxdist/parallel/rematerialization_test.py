@@ -18,6 +18,7 @@ from jaxdist.parallel.sharding import LOSS_AXES
 from jaxdist.runtime.xla import Jitted
 from jaxdist.training import metrics
 from jaxdist.training.metrics import bytes_on_device
+from jaxdist.training.placement import shardings
 from jaxdist.training.program import Program
 from jaxdist.training.step import TrainState
 
@@ -113,7 +114,9 @@ def test_gradients_are_the_share_that_is_reported(
 def test_initialization_never_holds_the_whole_model() -> None:
     """Drawing a sharded weight takes no more than its share of memory, including arguments."""
     p = program(model=dict(tiny().model.model_dump(), dim=256, hidden=1024, layers=8), parallel={"mesh": "8x1"})
-    analysis: Any = jax.jit(p.initial, out_shardings=p.shardings(p.partition_specs)).lower().compile().memory_analysis()
+    analysis: Any = (
+        jax.jit(p.initial, out_shardings=shardings(p.mesh, p.partition_specs)).lower().compile().memory_analysis()
+    )
     whole = metrics.parameter_count(p.param_specs) * 4
     assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 0.6 * whole  # the state itself takes 3/8
 

@@ -157,7 +157,7 @@ from jaxdist import train
 from jaxdist.runtime import processes
 from jaxdist.training import orbax_io
 from jaxdist.data.dataset import Sequences
-from jaxdist.training.program import Program
+from jaxdist.training.placement import Placement
 
 rank = os.environ["RANK"]
 read, log = Sequences._read, train.RunFolder.log
@@ -170,16 +170,16 @@ if "READS" in os.environ:
     Sequences._read = counted
 
 def at_step(number, action):
-    fetch, seen = train.Program.place, []
-    def place(self, batch):
+    fetch, seen = Placement.put, []
+    def put(self, batch):
         seen.append(batch)
         if len(seen) == number + 1 and rank == "1":
             action()
         return fetch(self, batch)
-    Program.place = place
+    Placement.put = put
 match os.environ.get("PLANT"):
     case "same rows":
-        Program.rows = slice(0, 4)
+        Placement.rows = slice(0, 4)
     case "SIGTERM":
         at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     case "full disk" if rank == "0":

@@ -97,7 +97,7 @@ def taken(case: Case) -> Step:
     key = json.dumps(case.sections)
     program = program_of(key)
     state = jax.jit(program.state_from)({name: jnp.asarray(w) for name, w in case.weights.items()})
-    found = compiled(key)(state, program.place(case.batch))
+    found = compiled(key)(state, program.placement.put(case.batch))
     gradients, weights = ({n: np.asarray(a) for n, a in found[kind].items()} for kind in ("gradient", "weights"))
     return Step(float(found["scalar"]["loss"]), gradients, weights)
 

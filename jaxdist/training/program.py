@@ -1,6 +1,5 @@
 """Everything derived from an experiment and a mesh: the model, its parameter specs and the compiled functions."""
 
-import math
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import Experiment
 from jaxdist.config.strategies import Strategy
-from jaxdist.data import IGNORED, Batch, Batches, Images, microbatch_order
+from jaxdist.data import IGNORED, Batches
 from jaxdist.families import models
 from jaxdist.formats.finite import is_square
 from jaxdist.ops.varying import match_varying
@@ -26,10 +25,11 @@ from jaxdist.parallel.experts import dispatch
 from jaxdist.parallel.mesh import axes_of
 from jaxdist.parallel.pipeline import AXIS, Schedule, schedule
 from jaxdist.parallel.rematerialization import Rematerialize, offloaded, on_device
-from jaxdist.parallel.sharding import BATCH, LOSS_AXES, TOKENS
+from jaxdist.parallel.sharding import LOSS_AXES, TOKENS
 from jaxdist.runtime import xla
 from jaxdist.runtime.processes import on_host
 from jaxdist.training import loss_scale, optim
+from jaxdist.training.placement import Placement, shardings
 from jaxdist.training.step import Arrays, Step, TrainState
 
 
@@ -78,6 +78,11 @@ class Program:
     def schedule(self) -> Schedule:
         e = self.experiment
         return schedule(e.parallel, axes_of(self.mesh)[AXIS], e.train.accumulation, self.stacked)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Orders of layers, rows and times on the devices, and batches put onto them."""
+        return Placement(self.experiment, self.mesh, self.context, self.schedule, self.stacked)
 
     @cached_property
     def step_function(self) -> Step:
@@ -166,13 +171,10 @@ class Program:
         optimizer = jax.tree_util.tree_map_with_path(of_state, self.shapes.optimizer)
         return TrainState(parameters, optimizer, jax.tree.map(lambda _: P(), self.shapes.scaling))
 
-    def shardings(self, specs: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
-
     @cached_property
     def state_shardings(self) -> TrainState:
         """Shardings of the state between steps, with `memory.offload` on the host."""
-        parameters, optimizer, scaling = self.shardings(self.partition_specs)
+        parameters, optimizer, scaling = shardings(self.mesh, self.partition_specs)
         offload = self.experiment.memory.offload
         if "parameters" in offload:
             parameters = offloaded(parameters)
@@ -192,88 +194,22 @@ class Program:
 
     @cached_property
     def abstract_batch(self) -> Batches:
-        e, rows = self.experiment, self.experiment.train.batch
-        shape = rows, *e.model.input_shape(e.data.sequence)
-        if e.model.input_kind == "images":
-            return Images(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32))
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-        return Batch(tokens, tokens)
+        """Shapes and dtypes of the global batch: tokens [B, T] or images [B, Y, X, C], and targets."""
+        e = self.experiment
+        return self.placement.inputs.abstract((e.train.batch, *e.model.input_shape(e.data.sequence)))
 
     @cached_property
     def batch_specs(self) -> Batches:
-        """Rows over the axes BATCH; of tokens times over context, which no images are split by."""
-        if self.experiment.model.input_kind == "images":
-            return Images(P(TOKENS), P(TOKENS))
-        return Batch(P(BATCH, "context"), P(BATCH, "context"))
-
-    def order(self, length: int) -> np.ndarray:
-        """The times of sequences of `length` in the order in which devices hold them."""
-        return self.context.order(length, axes_of(self.mesh)["context"])
-
-    @cached_property
-    def layers(self) -> np.ndarray:
-        """Indices of the layers [L] in the order in which devices hold them."""
-        return self.schedule.order(self.experiment.model.layers)
-
-    @cached_property
-    def rows(self) -> np.ndarray:
-        """The rows of the global batch that devices of this process have, which are what it reads of each batch."""
-        size = self.experiment.train.batch
-        indices = NamedSharding(self.mesh, P(BATCH)).addressable_devices_indices_map((size,)).values()
-        bounds = [index[0].indices(size) for index in indices if index]
-        return self.microbatch_order[min(start for start, *_ in bounds) : max(stop for _, stop, _ in bounds)]
-
-    @cached_property
-    def microbatch_order(self) -> np.ndarray:
-        """The rows of a batch in the order in which devices hold them."""
-        train, axes = self.experiment.train, axes_of(self.mesh)
-        return microbatch_order(train.batch, math.prod(axes[axis] for axis in BATCH), train.accumulation)
-
-    def place(self, batch: Batches) -> Batches:
-        """A batch, of which this process has its `rows`, on the devices: each has its rows, and of tokens its times."""
-        if isinstance(batch, Batch):
-            batch = Batch(*(x[:, self.order(x.shape[1])] for x in batch))
-        shardings = self.shardings(self.batch_specs)
-        if not self.mesh.is_multi_process:
-            local: Batches = jax.device_put(batch, shardings)
-            return local
-
-        def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-            array: jax.Array = jax.make_array_from_process_local_data(
-                sharding, x, (self.experiment.train.batch, *x.shape[1:])
-            )
-            return array
-
-        placed: Batches = jax.tree.map(put, batch, shardings)
-        return placed
+        """PartitionSpecs of a batch."""
+        return self.placement.inputs.specs
 
     # ---- compiled functions
 
     def initialize(self) -> TrainState:
         """The starting state, born sharded: no device holds more than its share."""
-        state: TrainState = self.to_device_order(jax.jit(self.initial, out_shardings=self.state_shardings)())
-        return state
-
-    def to_device_order(self, tree: Any) -> Any:
-        """Arrays by parameter's name, whose layers are in order, in the order in which devices hold them."""
-        return self.reordered(tree, self.layers)
-
-    def to_checkpoint_order(self, tree: Any) -> Any:
-        """The inverse of `to_device_order`: layers in order, as in checkpoints."""
-        return self.reordered(tree, np.argsort(self.layers))
-
-    def reordered(self, tree: Any, order: np.ndarray) -> Any:
-        """Reorder one array at a time: a moving array is held twice."""
-        if (order == np.arange(len(order))).all():
-            return tree
-
-        def one(path: Any, a: jax.Array) -> jax.Array:
-            if getattr(path[-1], "key", "") not in self.stacked:
-                return a
-            moved: jax.Array = jax.jit(lambda a: a[order], out_shardings=a.sharding)(a)
-            return moved
-
-        return jax.tree_util.tree_map_with_path(one, tree)
+        state = jax.jit(self.initial, out_shardings=self.state_shardings)()
+        ordered: TrainState = self.placement.to_device_order(state)
+        return ordered
 
     @cached_property
     def compiler_options(self) -> dict[str, Any]:
@@ -287,7 +223,7 @@ class Program:
         function = jax.shard_map(
             self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.partition_specs, P()), check_vma=True
         )
-        batch, alike = self.shardings((self.batch_specs, P()))
+        batch, alike = shardings(self.mesh, (self.batch_specs, P()))
         jitted = jax.jit(
             function,
             in_shardings=(self.state_shardings, batch),
@@ -300,7 +236,7 @@ class Program:
     @cached_property
     def evaluate(self) -> Any:
         """(parameters, batch) -> Evaluated, jitted. By microbatches, so that it takes no more memory than the step."""
-        images = self.experiment.model.input_kind == "images"
+        correct = self.placement.inputs.correct
 
         def function(parameters: Arrays, batch: Batches) -> Evaluated:
             step = self.evaluation
@@ -308,8 +244,7 @@ class Program:
 
             def scored(part: Batches, weights: Arrays, stages: Stages) -> tuple[jax.Array, jax.Array]:
                 loss, made = step.loss(None, weights, part, stages)
-                right = jnp.sum(made.output.argmax(-1) == part.targets) if images else jnp.int32(0)
-                return loss, match_varying(right, loss)
+                return loss, match_varying(correct(made.output, part.targets), loss)
 
             def microbatch(part: Batches) -> Any:
                 return self.schedule.forward(partial(scored, part), weights)
@@ -332,12 +267,11 @@ class Program:
 
         return jax.jit(lambda arrays: {name: of(name, array) for name, array in on_device(arrays).items()})
 
-    def logits(self, parameters: Arrays, tokens: np.ndarray) -> np.ndarray:
+    def logits(self, parameters: Arrays, inputs: np.ndarray) -> np.ndarray:
         """Logits [B, T, V] of tokens [B, T], or [B, V] of images [B, Y, X, C], on the host, without padding."""
-        if self.experiment.model.input_kind == "images":
-            return on_host(self.forward(parameters, tokens))
-        order = self.order(tokens.shape[1])
-        return on_host(self.forward(parameters, tokens[:, order]))[:, np.argsort(order), : self.experiment.model.vocab]
+        placement = self.placement
+        logits = on_host(self.forward(parameters, placement.times_to_devices(inputs)))
+        return placement.times_in_order(logits)[..., : self.experiment.model.vocab]
 
     @cached_property
     def forward(self) -> Any:
@@ -352,6 +286,6 @@ class Program:
             return total
 
         specs = (self.partition_specs.parameters, self.batch_specs[0])
-        logits = P(TOKENS) if self.experiment.model.input_kind == "images" else P(BATCH, "context", "tensor")
-        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=logits)
+        out = self.placement.inputs.logits
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out)
         return xla.Jitted(jax.jit(mapped), self.mesh)

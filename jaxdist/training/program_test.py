@@ -105,7 +105,7 @@ def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: py
 
     def evaluated(chunks: int) -> float:
         program = in_chunks(chunks, mesh)
-        return float(program.evaluate(parameters, program.place(batch)).loss)
+        return float(program.evaluate(parameters, program.placement.put(batch)).loss)
 
     whole = evaluated(1)
     for chunks in (2, 3, 80):

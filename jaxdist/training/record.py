@@ -27,7 +27,7 @@ from jaxdist.parallel.collectives import TIME
 from jaxdist.parallel.mesh import axes_of
 from jaxdist.parallel.pipeline import AXIS, of_first
 from jaxdist.parallel.rematerialization import Rematerialize, on_device
-from jaxdist.parallel.sharding import BATCH, LOSS_AXES, TOKENS
+from jaxdist.parallel.sharding import LOSS_AXES, TOKENS
 from jaxdist.runtime.processes import on_host
 from jaxdist.runtime.xla import Jitted
 from jaxdist.training import loss_scale
@@ -122,14 +122,13 @@ class Recorder:
         if not every:
             kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
         found = {f"{kind}/{name}": on_host(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
-        program, e = self.program, self.program.experiment
-        rows, layers = np.argsort(program.microbatch_order), np.argsort(program.layers)
-        times = np.argsort(program.order(e.data.sequence)) if e.model.input_kind == "tokens" else slice(None)
+        placement = self.program.placement
+        rows, layers = np.argsort(placement.batch_rows), np.argsort(placement.layers)
 
         def reorder(name: str, a: np.ndarray) -> np.ndarray:
             if name.startswith(OF_ROWS):
-                return a[rows] if e.model.input_kind == "images" else a[rows][:, times]
-            return a[layers] if name.partition("/")[2] in program.stacked else a
+                return placement.times_in_order(a[rows])
+            return a[layers] if name.partition("/")[2] in placement.stacked else a
 
         return {name: reorder(name, a) for name, a in found.items()}
 
@@ -189,9 +188,8 @@ class Recorder:
             return tuple(value.manual_axis_type.varying)
 
         def spec(value: Any) -> P:
-            if self.program.experiment.model.input_kind == "images":
-                return P(TOKENS)
-            dims: list[Any] = [BATCH, "context", *[None] * (value.ndim - 2)]
+            split = self.program.placement.inputs.spec
+            dims: list[Any] = [*split, *[None] * (value.ndim - len(split))]
             if "tensor" in axes(value):  # which splits heads or columns, or times
                 own_times = value.shape[TIME] < sequence // axes_of(self.program.mesh)["context"]
                 dims[TIME if own_times else 2] = ("context", "tensor") if own_times else "tensor"
@@ -236,7 +234,7 @@ class Recorder:
         """This device's part of what a microbatch adds to the scaled loss of the global batch, of whose targets `count`
         are valid; its activations are passed through `note`."""
         step = self.program.step_function
-        of_all = np.argsort(self.program.layers)
+        of_all = np.argsort(self.program.placement.layers)
         weights = {
             name: lax.all_gather(w, AXIS, tiled=True)[of_all] if name in self.program.stacked else w
             for name, w in step.gathered(on_device(state.parameters)).items()

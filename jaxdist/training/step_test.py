@@ -109,9 +109,9 @@ def train(experiment: Experiment, batches: Any, steps: int = STEPS) -> tuple[np.
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     state, curve = program.initialize(), []
     for batch in batches(experiment, steps):
-        state, values = program.step(state, program.place(batch))
+        state, values = program.step(state, program.placement.put(batch))
         curve.append((float(values["loss"]), float(values["grad_norm"])))
-    flat = jax.tree_util.tree_leaves_with_path(program.to_checkpoint_order(state))
+    flat = jax.tree_util.tree_leaves_with_path(program.placement.to_checkpoint_order(state))
     return np.array(curve), {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
 
 

@@ -25,7 +25,7 @@ def pass_over(program: Program, parameters: Arrays, dataset: Dataset, split: Spl
     """Scores of `parameters` over the batches `steps`, from 1, of a pass over the split. No row counts twice."""
     total = Scores(0.0, 0.0, 0.0)
     for step in steps:
-        batch: Any = dataset.pass_over(split, step, program.experiment.train.batch, program.rows)
-        found = program.evaluate(parameters, program.place(batch))
+        batch: Any = dataset.pass_over(split, step, program.experiment.train.batch, program.placement.rows)
+        found = program.evaluate(parameters, program.placement.put(batch))
         total = Scores(*(float(a) + float(b) for a, b in zip(total, found, strict=True)))
     return total

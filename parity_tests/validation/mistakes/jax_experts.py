@@ -13,7 +13,7 @@ from jaxdist.ops.varying import mark_varying
 from jaxdist.parallel import experts
 from jaxdist.parallel.collectives import Parallel, Routing
 from jaxdist.parallel.context import Ring
-from jaxdist.training import program
+from jaxdist.training import placement
 from jaxdist.training.step import Step
 from parity_tests.validation.mistakes import altered, mistake, plant
 
@@ -144,4 +144,4 @@ def choices_in_the_order_of_devices() -> None:
 @planted("balanced", "distribution", "activation_gradient/layers.*.mlp.router")
 def microbatches_of_a_devices_rows() -> None:
     """Each device has rows that follow each other, so that on another mesh other ones are balanced together."""
-    plant(program, "microbatch_order", lambda size, *_: np.arange(size))
+    plant(placement, "microbatch_order", lambda size, *_: np.arange(size))
