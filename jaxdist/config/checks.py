@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, multiple, shrunk, ways
+from jaxdist.config.fitting import BATCH, CHUNKS, divisibility_fix, mesh_to_fit, multiple, sizes_to_grow, with_changes
 from jaxdist.config.parallel import resized, written
 from jaxdist.config.registry import families_with
 
@@ -21,11 +21,11 @@ def check_rows(e: "Experiment", axes: Mapping[str, int]) -> None:
     if train.batch % (devices * train.accumulation):
         named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
         least = devices * train.accumulation
-        batch, others = multiple(least, train.batch), {} if images else grown(e, axes)
-        fix = f"use a multiple of {least}, as train.batch = {batch}{along(others, 'train.batch')}"
+        batch, others = multiple(least, train.batch), sizes_to_grow(e, axes)
+        fix = f"use a multiple of {least}, as train.batch = {batch}{with_changes(others, 'train.batch')}"
         if e.pinned & {"train.batch", *others}:
             mesh = f"use --mesh {resized(axes, ('data', 'fsdp'), train.batch // train.accumulation)}"
-            fix = mesh if images else ways(e, axes, BATCH, "batch", least)
+            fix = mesh if images else divisibility_fix(e, axes, BATCH, "batch", least)
         raise ConfigError(
             f"train.batch = {train.batch} {rows} cannot be divided over {named} = {devices} devices and "
             f"train.accumulation = {train.accumulation} microbatches; {fix}"
@@ -48,17 +48,17 @@ def check_experts(e: "Experiment", axes: Mapping[str, int]) -> None:
     model, n = e.model, axes["expert"]
     if not (experts := model.experts):
         if n > 1:
-            mesh = shrunk(e, {**axes, "expert": 1, "fsdp": axes["fsdp"] * n}, ["fsdp"], "dim")
+            mesh = mesh_to_fit(e, {**axes, "expert": 1, "fsdp": axes["fsdp"] * n}, ["fsdp"], "dim")
             other = "" if "model.family" in e.pinned else f", or model.family = {families_with('experts')}"
             raise ConfigError(
                 f"parallel.mesh: axis expert = {n} splits experts, and model.family = {model.family} has none; use "
-                f"--mesh {written(mesh)}{along(grown(e, mesh))}{other}"
+                f"--mesh {written(mesh)}{with_changes(sizes_to_grow(e, mesh))}{other}"
             )
         return
     if experts % n:
         raise ConfigError(
             f"model.experts = {experts} cannot be divided over the mesh axis expert = {n}; "
-            f"{ways(e, axes, ['expert'], 'experts', n)}"
+            f"{divisibility_fix(e, axes, ['expert'], 'experts', n)}"
         )
 
 
@@ -71,9 +71,9 @@ def check_stages(e: "Experiment", axes: Mapping[str, int]) -> None:
     if chunks > 1:
         named += f" × parallel.virtual_stages = {chunks}"
     if layers % parts:
-        fix = ways(e, axes, ["pipeline"], "layers", parts)
+        fix = divisibility_fix(e, axes, ["pipeline"], "layers", parts)
         if layers % chunks and "model.layers" not in e.pinned:
-            fix = f"use model.layers = {multiple(parts, layers)}{along(grown(e, axes), 'model.layers')}"
+            fix = f"use model.layers = {multiple(parts, layers)}{with_changes(sizes_to_grow(e, axes), 'model.layers')}"
         raise ConfigError(f"model.layers = {layers} cannot be divided over {named}; {fix}")
     every = e.memory.remat_every
     if layers // parts % every:
@@ -103,11 +103,11 @@ def check_times(e: "Experiment", axes: Mapping[str, int], times: int, field: str
         size = math.prod(axes[axis] for axis in over)
         if times % (parts := chunks * size):
             if field == "data.sequence":
-                fix = ways(e, axes, over, "sequence", parts)
+                fix = divisibility_fix(e, axes, over, "sequence", parts)
             else:
                 sequence = math.gcd(times, e.data.sequence)  # the mesh divides that of the config too
                 both = e.model_copy(update={"data": e.data.model_copy(update={"sequence": sequence})})
-                mesh = written(shrunk(both, axes, over, "sequence"))
+                mesh = written(mesh_to_fit(both, axes, over, "sequence"))
                 as_field = field.rpartition(": ")[2]
                 fix = f"use --mesh {mesh}, or a multiple of {parts}, as {as_field} = {multiple(parts, times)}"
             raise ConfigError(
@@ -121,12 +121,12 @@ def check_sizes(e: "Experiment", axes: Mapping[str, int]) -> None:
     for field, size, parameter, over in e.model.mesh_sizes(e.parallel):
         if size % (parts := math.prod(axes[axis] for axis in over)):
             named = " × ".join(axis for axis in over if axes[axis] > 1)
-            larger, padding = grown(e, axes), "model.vocab_multiple"
+            larger, padding = sizes_to_grow(e, axes), "model.vocab_multiple"
             if field == "vocab" and not e.pinned & larger.keys():
-                fix = f"pad it by {padding} = {larger[padding]}{along(larger, padding)}"
+                fix = f"pad it by {padding} = {larger[padding]}{with_changes(larger, padding)}"
             else:
                 size_of = "vocab_multiple" if field == "vocab" else field.rpartition(" × ")[2]
-                fix = ways(e, axes, over, size_of, parts)
+                fix = divisibility_fix(e, axes, over, size_of, parts)
             raise ConfigError(
                 f"model.{field} = {size} cannot be divided over the mesh axis {named} = {parts}, which "
                 f"splits parameter {parameter}; {fix}"

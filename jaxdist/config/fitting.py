@@ -1,4 +1,4 @@
-"""Sizes of a decoder that its mesh divides, and the changes after which it divides all of them at once.
+"""Sizes that a mesh divides, and the changes after which it divides all of them at once.
 
 A fix for one size alone can break another: heads that the mesh divides may not divide the width.
 """
@@ -23,7 +23,7 @@ FIELDS = {"batch": "train.batch", "sequence": "data.sequence"}  # all other size
 Need = tuple[tuple[str, ...], int]  # sizes, whose product has to be a multiple of the number
 
 
-def grown(e: "Experiment", axes: Mapping[str, int]) -> dict[str, int]:
+def sizes_to_grow(e: "Experiment", axes: Mapping[str, int]) -> dict[str, int]:
     """Field -> value, for each that has to be larger before the mesh divides all sizes."""
     given = _sizes(e)
     sizes = dict(given)
@@ -32,17 +32,18 @@ def grown(e: "Experiment", axes: Mapping[str, int]) -> dict[str, int]:
         for names, parts in needs(e, axes):
             *others, name = names
             _grow(sizes, name, parts // math.gcd(parts, math.prod(sizes[other] for other in others)))
-        if own_heads(e.model):
+        if has_head_dim(e.model):
             _grow(sizes, "heads", sizes["kv_heads"])
             _grow(sizes, "head_dim", 2)
-        else:
+        elif e.model.heads:
             _grow(sizes, "dim", sizes["heads"])
-        sizes["positions"] = max(sizes["positions"], sizes["sequence"])
+        if e.model.positions:
+            sizes["positions"] = max(sizes["positions"], sizes["sequence"])
         if sizes == before:  # no size is ever passed beyond a multiple of all that it needs
             return {field(name): size for name, size in sizes.items() if size != given[name]}
 
 
-def shrunk(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed: str) -> dict[str, int]:
+def mesh_to_fit(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed: str) -> dict[str, int]:
     """The largest mesh, with the axes `over` made smaller, or if need be others too, that divides the size `needed` and
     all that belong to the model."""
     sizes, fixed = _sizes(e), OF_MODEL | {needed}
@@ -51,7 +52,7 @@ def shrunk(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed
         divides = all(
             math.prod(sizes[name] for name in names) % parts == 0 for names, parts in needs(e, mesh) if {*names} & fixed
         )
-        return divides and (not e.pinned or e.pinned.isdisjoint(grown(e, mesh)))
+        return divides and (not e.pinned or e.pinned.isdisjoint(sizes_to_grow(e, mesh)))
 
     def choices(axis: str) -> list[int]:
         alone = dict.fromkeys(AXES, 1)
@@ -64,41 +65,41 @@ def shrunk(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed
     return dict.fromkeys(AXES, 1)
 
 
-def ways(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: str, parts: int) -> str:
+def divisibility_fix(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: str, parts: int) -> str:
     """The fix for axes `over` that do not divide the size `name` into `parts`: another mesh, or another size if every
     size that grows with it is free; each with the further changes that it needs."""
-    smaller, larger = shrunk(e, axes, over, name), grown(e, axes)
-    fix = f"use --mesh {written(smaller)}{along(grown(e, smaller))}"
+    smaller, larger = mesh_to_fit(e, axes, over, name), sizes_to_grow(e, axes)
+    fix = f"use --mesh {written(smaller)}{with_changes(sizes_to_grow(e, smaller))}"
     if e.pinned & larger.keys():
         return fix
     if (own := field(name)) in larger:
-        fix += f", or a multiple of {parts}, as {own} = {larger[own]}{along(larger, own)}"
+        fix += f", or a multiple of {parts}, as {own} = {larger[own]}{with_changes(larger, own)}"
     elif larger:
         fix += f", or {assigned(larger)}"
     return fix
 
 
-def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
+def mesh_without(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
     """Fix text: a mesh that moves the devices of the axes `away` to the batch axis."""
     batch = "fsdp" if e.parallel.row.optimizer else "data"
-    ways = math.prod(axes[axis] for axis in (batch, *away))
-    full_mesh = {**axes, **dict.fromkeys(away, 1), batch: ways}
-    mesh = shrunk(e, full_mesh, [batch], "dim") if e.model.heads else full_mesh
-    return f"--mesh {written(mesh)}{along(grown(e, mesh))}"
+    devices = math.prod(axes[axis] for axis in (batch, *away))
+    full_mesh = {**axes, **dict.fromkeys(away, 1), batch: devices}
+    mesh = mesh_to_fit(e, full_mesh, [batch], "dim")
+    return f"--mesh {written(mesh)}{with_changes(sizes_to_grow(e, mesh))}"
 
 
 def split_into(e: "Experiment", axes: Mapping[str, int], microbatches: int) -> str:
     """Fix text: set this number of pipeline microbatches and a batch that they divide; a mesh without a
     pipeline where these are held."""
     split = e.model_copy(update={"train": e.train.model_copy(update={"accumulation": microbatches})})
-    larger = grown(split, axes)
+    larger = sizes_to_grow(split, axes)
     if e.pinned & {"train.accumulation", *larger}:
-        return moved(e, axes, "pipeline")
-    return f"train.accumulation = {microbatches}{along(larger)}"
+        return mesh_without(e, axes, "pipeline")
+    return f"train.accumulation = {microbatches}{with_changes(larger)}"
 
 
-def along(changes: Mapping[str, int], *but: str) -> str:
-    """Further changes, as text added to a fix."""
+def with_changes(changes: Mapping[str, int], *but: str) -> str:
+    """Text for a fix: the further changes that it needs."""
     others = {name: size for name, size in changes.items() if name not in but}
     return f" with {assigned(others)}" if others else ""
 
@@ -132,13 +133,13 @@ def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
         if name == "vocab":
             if size % of(*over):
                 yield ("vocab_multiple",), math.lcm(of(*over), m.vocab_multiple)
-        elif own_heads(m):
+        elif has_head_dim(m):
             yield tuple(name.split(" × ")), of(*over)
         elif not name.startswith("kv_heads"):  # its kv heads are its heads, which divide its width
             yield ("dim" if "×" in name else name,), of(*over)
 
 
-def own_heads(model: Model) -> bool:
+def has_head_dim(model: Model) -> bool:
     """Whether the sizes of a decoder's heads are fields of their own, or its width divided by their number."""
     return "head_dim" in type(model).model_fields
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import loss_parallel
 
 from jaxdist.config import ConfigError, Experiment
-from jaxdist.config.fitting import moved, split_into
+from jaxdist.config.fitting import mesh_without, split_into
 from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.mesh import BATCH, axis_size
 from torch_ref.parallel.weights import local
@@ -41,7 +41,7 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
     if why := FAMILIES[model.family].no_pipeline:
         raise ConfigError(
             f"model.family = {model.family} with {setting}: {why}; use "
-            f"{moved(experiment, axes, 'pipeline')}, or jaxdist.train"
+            f"{mesh_without(experiment, axes, 'pipeline')}, or jaxdist.train"
         )
     if parallel.sequence:
         raise ConfigError(

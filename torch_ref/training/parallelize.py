@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from jaxdist.config import ConfigError, Experiment, Memory, Parallel
-from jaxdist.config.fitting import moved
+from jaxdist.config.fitting import mesh_without
 from jaxdist.config.plugins import named
 from torch_ref.families.models import blocks, row_of
 from torch_ref.families.registry import FAMILIES, STYLES
@@ -263,7 +263,7 @@ def check_compile(experiment: Experiment, axes: Mapping[str, int], device: str) 
             raise ConfigError(
                 f"train.compile = true with the mesh axis {axis} = {axes[axis]}: over tensor compiled blocks had other "
                 "losses than eager ones (torch 2.13), and expert, context and pipeline were not tried; use "
-                f"{moved(experiment, axes, 'pipeline', 'expert', 'context', 'tensor')}, or leave it out"
+                f"{mesh_without(experiment, axes, 'pipeline', 'expert', 'context', 'tensor')}, or leave it out"
             )
     compiler = os.environ.get("CXX", "g++")
     if device == "cpu" and not shutil.which(compiler):
