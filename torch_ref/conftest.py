@@ -50,7 +50,8 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        return found
 
 
 def distance(run: Run, reference: Run) -> tuple[float, float]:

@@ -20,7 +20,7 @@ class Arithmetic(TorchDispatchMode):
     """Within it, notes of each function the narrowest dtype that it puts out; fused kernels keep theirs inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: dict[str, torch.dtype] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

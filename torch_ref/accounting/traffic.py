@@ -39,7 +39,7 @@ class Traffic(TorchDispatchMode):
     """
 
     def __init__(self, mesh: DeviceMesh, ends: dist.ProcessGroup | None = None):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         wide = [axis for axis, size in sizes.items() if size > 1]
         # Where one axis spans all ranks its group may be the default one: the narrower name is set last.

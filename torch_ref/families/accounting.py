@@ -56,4 +56,5 @@ def flops_of_decoder(experiment: Experiment, model: nn.Module, applied: Mapping[
         for name, p in named(model)
         if name not in looked_up
     )
-    return 6.0 * multiplying + 12.0 * c.layers * c.heads * c.head_dim * c.keys(experiment.data.sequence)
+    flops: float = 6.0 * multiplying + 12.0 * c.layers * c.heads * c.head_dim * c.keys(experiment.data.sequence)
+    return flops

@@ -35,7 +35,8 @@ class Attention(nn.Module):
         v_BTHC = self.v_proj(x_BTD).reshape(heads)
         q_BTHC, k_BSHC, v_BSHC = self.context.across(q_BTHC, k_BTHC, v_BTHC)
         y_BTHC = self.attended(attend(q_BTHC, k_BSHC, v_BSHC, 0, self.context.first(q_BTHC)))
-        return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
+        z_BTD: Tensor = self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
+        return z_BTD
 
 
 class MLP(nn.Module):
@@ -48,7 +49,8 @@ class MLP(nn.Module):
         self.approximate = "tanh" if c.gelu == "tanh" else "none"
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(functional.gelu(self.up_proj(x_BTD), approximate=self.approximate))
+        y_BTD: Tensor = self.down_proj(functional.gelu(self.up_proj(x_BTD), approximate=self.approximate))
+        return y_BTD
 
 
 class Block(nn.Module):
@@ -63,7 +65,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        y_BTD: Tensor = self.mlp(self.mlp_norm(x_BTD))
+        return x_BTD + y_BTD
 
 
 class GPT2(nn.Module):
@@ -93,7 +96,8 @@ class GPT2(nn.Module):
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         positions = torch.arange(self.context.size * tokens_BT.shape[1], device=tokens_BT.device)
-        return self.embed(tokens_BT) + self.positions(self.context.rows(positions))
+        x_BTD: Tensor = self.embed(tokens_BT) + self.positions(self.context.rows(positions))
+        return x_BTD
 
 
 # As Llama's, with one product into the MLP.

@@ -47,7 +47,8 @@ class Embedding(nn.Embedding):
     """`torch.nn.Embedding` with accurate gradients in low precision."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return Rows.apply(self.weight, tokens)
+        rows: Tensor = Rows.apply(self.weight, tokens)  # type: ignore[no-untyped-call]
+        return rows
 
 
 class RMSNorm(nn.Module):

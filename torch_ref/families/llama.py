@@ -41,7 +41,8 @@ class Attention(nn.Module):
         q_BTHC, k_BTKC = self.q_rotated(rotate(q_BTHC, rotation)), self.k_rotated(rotate(k_BTKC, rotation))
         q_BTHC, k_BSKC, v_BSKC = self.context.across(q_BTHC, k_BTKC, v_BTKC)
         y_BTHC = self.attended(attend(q_BTHC, k_BSKC, v_BSKC, self.window, self.context.first(q_BTHC)))
-        return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
+        z_BTD: Tensor = self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
+        return z_BTD
 
 
 class MLP(nn.Module):
@@ -55,7 +56,8 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTF = functional.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
-        return self.down_proj(h_BTF)
+        y_BTD: Tensor = self.down_proj(h_BTF)
+        return y_BTD
 
 
 class Block(nn.Module):
@@ -70,7 +72,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        y_BTD: Tensor = self.mlp(self.mlp_norm(x_BTD))
+        return x_BTD + y_BTD
 
 
 class Llama(RotaryDecoder):

@@ -74,7 +74,8 @@ class Experts(nn.Module):
     def rows(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Outputs for rows sorted by expert."""
         h_NF = functional.silu(self.gate_proj(x_ND, counts)) * self.up_proj(x_ND, counts)
-        return self.down_proj(h_NF, counts)
+        y_ND: Tensor = self.down_proj(h_NF, counts)
+        return y_ND
 
     def taken(self, chosen_BTk: Tensor, valid_BT: Tensor) -> Tensor:
         """Whether an expert has capacity for a token [B, T, k]: per sequence, in order of time."""
@@ -169,7 +170,8 @@ class Mixtral(RotaryDecoder):
         c, (count_E, sum_E) = self.config, tally_2E
         count_E = self.dispatch.of_all_tokens(count_E)
         entries = (count_E.sum() / c.top_k).clamp_min(1)  # tokens of all blocks
-        return c.balance * c.experts * (count_E / entries * sum_E / entries).sum()
+        loss: Tensor = c.balance * c.experts * (count_E / entries * sum_E / entries).sum()
+        return loss
 
 
 def flops(experiment: Experiment, model: nn.Module) -> float:

@@ -79,7 +79,8 @@ class ConvNorm(nn.Module):
         self.norm = BatchNorm(c, outputs)
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
-        return self.norm(self.conv(x_BCYX))
+        y_BCYX: Tensor = self.norm(self.conv(x_BCYX))
+        return y_BCYX
 
 
 def max_pool(x_BCYX: Tensor) -> Tensor:
@@ -133,14 +134,16 @@ class ResNet(nn.Module):
             for block in blocks:  # type: ignore[attr-defined]
                 x_BCYX = block(x_BCYX)
         x_BD = at_least_f32(x_BCYX).mean((2, 3)).to(x_BCYX.dtype)
-        return self.head(x_BD)
+        logits_BV: Tensor = self.head(x_BD)
+        return logits_BV
 
 
 def flops(experiment: Experiment, model: nn.Module) -> float:
     """FLOPs of a step per image: 6 a kernel's number at every place of what it puts out."""
     c: Any = experiment.model
     kernels = {name.removesuffix(".weight"): p for name, p in named(model) if p.ndim > 1}
-    return 6.0 * sum(p.numel() * c.places(path) for path, p in kernels.items())
+    flops: float = 6.0 * sum(p.numel() * c.places(path) for path, p in kernels.items())
+    return flops
 
 
 ACCOUNTING = Accounting(flops, why="as the activations that torch keeps of a ResNet are unknown")

@@ -63,7 +63,8 @@ class Gathered(Context):
         self.mesh, self.index, self.size = mesh, mesh.get_local_rank(), mesh.size()
 
     def gather(self, x_BT: Tensor) -> Tensor:
-        return all_gather_tensor_autograd(x_BT.contiguous(), gather_dim=TIME, group=self.mesh.get_group())
+        x_BS: Tensor = all_gather_tensor_autograd(x_BT.contiguous(), gather_dim=TIME, group=self.mesh.get_group())
+        return x_BS
 
 
 class Ring(Gathered):

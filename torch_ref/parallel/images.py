@@ -30,7 +30,7 @@ class AllImages(Images):
         self.group = group
 
     def total(self, sums: Tensor) -> Tensor:
-        total: Tensor = AllReduce.apply(sums, self.group)
+        total: Tensor = AllReduce.apply(sums, self.group)  # type: ignore[no-untyped-call]
         return total
 
     def count(self, own: int) -> int:

@@ -277,7 +277,8 @@ def from_first(function: Callable[[], Result]) -> Result:
     dist.broadcast_object_list(found)
     if isinstance(found[0], Exception):
         raise found[0]
-    return found[0]
+    result: Result = found[0]
+    return result
 
 
 def greatest(value: int, device: str) -> int:

@@ -289,7 +289,7 @@ def higher_ids_weigh_more(right: Any) -> Any:
 
 
 def padding_attended(right: Any) -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Any:
         return right(q, k, v, *rest, **named) + v.mean()
 
     return attend

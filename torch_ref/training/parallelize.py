@@ -96,7 +96,7 @@ class Replicated(ParallelStyle):
             return tuple(DTensor.from_local(x, mesh, [self.layout], run_check=False) for x in inputs)
 
         def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
-            y = output.redistribute(mesh, [self.outputs])
+            y: DTensor = output.redistribute(mesh, [self.outputs])
             if self.local or self.outputs != self.layout:
                 return y.to_local() if self.local else y
             # Through a plain tensor: its backward pass sums partial gradients once.
@@ -186,7 +186,8 @@ def of_all_images(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return model
     group = over(mesh, *TOKENS).get_group()
     if mesh.device_type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+        synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+        return synchronized
     for norm in norms:
         norm.images = AllImages(group)  # type: ignore[assignment]
     return model
@@ -373,7 +374,8 @@ def batch_mesh(mesh: DeviceMesh, replicated: bool, axes: tuple[str, ...]) -> Dev
 def sum_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook, a sum where the default is the mean."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    total: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return total
 
 
 @contextmanager

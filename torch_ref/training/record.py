@@ -65,7 +65,8 @@ def copy(tensor: Tensor) -> Tensor:
 
 def largest(tensor: Tensor) -> Tensor:
     """The largest magnitude, which is finite where all of `tensor` is."""
-    return torch.linalg.vector_norm(tensor.detach(), math.inf)
+    magnitude: Tensor = torch.linalg.vector_norm(tensor.detach(), math.inf)
+    return magnitude
 
 
 def array(tensor: Tensor) -> np.ndarray:
