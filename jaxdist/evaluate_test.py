@@ -98,8 +98,8 @@ def test_bad_evaluation(case: str, straight: Path, tmp_path: Path, monkeypatch: 
     np.savez("two.npz", a=np.zeros(2), b=np.zeros(2))
     np.save("ids.npy", np.arange(300).reshape(30, 10))
     np.save("row.npy", np.zeros((1, 10), np.int64))
-    argv, says = BAD_EVALUATION[case]
-    with pytest.raises(ConfigError, match=says):
+    argv, message = BAD_EVALUATION[case]
+    with pytest.raises(ConfigError, match=message):
         evaluate(["--checkpoint", str(straight), "--device", "cpu", *argv])
     assert not Path("l.npy").exists()
 

@@ -52,9 +52,9 @@ def test_one_object(capsys: Capsys) -> None:
 
 def test_tables(capsys: Capsys) -> None:
     main(["--config", "llama-1b", "--mesh", "4x2"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in ("optimizer state", "fsdp", "tensor", "matrix products", "tokens/s", "fits: "):
-        assert text in said
+        assert text in output
 
 
 def test_compiled_beside_the_closed_form(capsys: Capsys) -> None:
@@ -73,12 +73,12 @@ def test_the_suggested_change_fits(capsys: Capsys) -> None:
     """The suggested change fits, and costs the least time of those that do."""
     argv = ["--config", "llama-3.1-8b", "--mesh", "8x1", "--train.accumulation", "1", "--train.batch", "24"]
     planned(argv, code=3)
-    said = capsys.readouterr().out
-    assert "does not fit: 95.25 GB of 95% of 80.00 GB" in said
-    main([*argv, *said.strip().rpartition("makes it fit: ")[2].split()])
+    output = capsys.readouterr().out
+    assert "does not fit: 95.25 GB of 95% of 80.00 GB" in output
+    main([*argv, *output.strip().rpartition("makes it fit: ")[2].split()])
     assert "\nfits: " in capsys.readouterr().out
-    said = run(capsys, "--config", "llama-3.1-405b", "--mesh", "1x1", code=3)
-    assert "no single change makes it fit, see --recommend" in said
+    output = run(capsys, "--config", "llama-3.1-405b", "--mesh", "1x1", code=3)
+    assert "no single change makes it fit, see --recommend" in output
 
 
 WHOLE_BATCH = ["--train.accumulation", "1", "--train.batch", "24"]
@@ -117,8 +117,8 @@ def test_all_causes_are_in_a_plan(config: str) -> None:
 def test_images(capsys: Capsys) -> None:
     """Mesh, strategy and microbatches of a ResNet, by the same commands."""
     of = ["--config", "resnet-50", "--precision", "bf16", "--train.batch", "16384"]
-    said = run(capsys, *of, "--mesh", "8x1", code=3)
-    assert "images/s" in said and "does not fit" in said and "--train.accumulation 2" in said
+    output = run(capsys, *of, "--mesh", "8x1", code=3)
+    assert "images/s" in output and "does not fit" in output and "--train.accumulation 2" in output
     found = printed(capsys, *of, "--recommend", "--devices", "32")
     assert all(p["fits"] and p["mesh"]["tensor"] == 1 for p in found["plans"]) and len(found["plans"]) > 5
 
@@ -173,7 +173,7 @@ def test_it_is_drawn(way: list[str], tmp_path: Path, capsys: Capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["--hardware", "h10"], r"--hardware h10: neither a shipped device nor a .toml file; did you mean 'h100'"),
         (["--memory", "80"], r"--memory.*'80' is not a size; give it as 80GB"),
@@ -192,8 +192,8 @@ def test_it_is_drawn(way: list[str], tmp_path: Path, capsys: Capsys) -> None:
         (["--recommend", "--devices", "512"], r"train.batch = 16 sequences cannot .*; use --train.batch \d+$"),
     ],
 )
-def test_bad_input(argv: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_bad_input(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         main(argv)
 
 

@@ -82,11 +82,11 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
         evaluate(["--checkpoint", str(path / "checkpoints" / "6"), "--device", "cpu"])
     capsys.readouterr()
     evaluate(["--checkpoint", str(path), "--device", "cpu", "--batches", "1", "--json"])
-    told, said = capsys.readouterr()
-    assert json.loads(told)["loss"] > 0 and "going back to step 4" in said  # for programs, and for people
+    result, output = capsys.readouterr()
+    assert json.loads(result)["loss"] > 0 and "going back to step 4" in output  # for programs, and for people
     main([*SHORT_RUN, "--mesh", "2x2", "--output", str(path), "--steps", "8", "--checkpoint.every", "0", "--resume"])
-    said = capsys.readouterr().out
-    assert f"6 is damaged: {name}" in said and "going back to step 4" in said
+    output = capsys.readouterr().out
+    assert f"6 is damaged: {name}" in output and "going back to step 4" in output
     assert_same(straight, path)
     assert sorted(f.name for f in (path / "checkpoints").iterdir()) == ["2", "4", "6.damaged", "8"]
 
@@ -95,11 +95,11 @@ def test_a_run_that_diverges_ends_with_1(tmp_path: Path, capfd: pytest.CaptureFi
     path = tmp_path / "run"
     wild = ["--optimizer.learning_rate", "1e30", "--optimizer.clip", "0", "--checkpoint.every", "1"]
     code = ended(*SHORT_RUN, "--mesh", "1x1", "--steps", "20", *wild, "--output", str(path))
-    said = capfd.readouterr().err
-    assert code == 1 and "Traceback" not in said
-    step = int(re.search(r"step (\d+): .* = (nan|inf)", said)[1])  # type: ignore[index]
-    assert re.search(r"the first tensor that is not finite is (weight|(gradient of )?activation) \S+\.", said), said
-    assert f"the last checkpoint is {path}/checkpoints/{step - 1}." in said
+    output = capfd.readouterr().err
+    assert code == 1 and "Traceback" not in output
+    step = int(re.search(r"step (\d+): .* = (nan|inf)", output)[1])  # type: ignore[index]
+    assert re.search(r"the first tensor that is not finite is (weight|(gradient of )?activation) \S+\.", output), output
+    assert f"the last checkpoint is {path}/checkpoints/{step - 1}." in output
     assert [record["step"] for record in read_metrics(path)] == list(range(1, step))
 
 
@@ -192,12 +192,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bad_input_ends_with_2_and_one_message(
     case: str, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    argv, says = BAD[case]
+    argv, message = BAD[case]
     monkeypatch.chdir(place)
     before = sorted(place.rglob("*"))
     output = [] if "--output" in argv else ["--output", "new"]
-    code, told = ended(*argv, *output), capfd.readouterr().err
-    assert code == 2 and told.count("error:") == 1 and re.search(says, told), told
+    code, printed = ended(*argv, *output), capfd.readouterr().err
+    assert code == 2 and printed.count("error:") == 1 and re.search(message, printed), printed
     assert sorted(place.rglob("*")) == before, "something was written"
 
 
@@ -227,9 +227,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, capfd: pytest
     config = path / "config.toml"
     config.write_text(re.sub("(?m)^learning_rate = .*", "learning_rate = 1e39", config.read_text()))
     code = ended("--config", str(config), "--steps", "4", "--output", str(path), "--device", "cpu", "--resume")
-    said = capfd.readouterr().err
-    assert code == 1, said
-    assert re.search(r"step 2: its update made \S+ not finite\. .* the last checkpoint is \S+checkpoints/1\.", said)
+    output = capfd.readouterr().err
+    assert code == 1, output
+    assert re.search(r"step 2: its update made \S+ not finite\. .* the last checkpoint is \S+checkpoints/1\.", output)
     assert [entry.name for entry in (path / "checkpoints").iterdir()] == ["1"]
 
 

@@ -95,10 +95,10 @@ def test_files_of_the_contract(straight: Path) -> None:
 def test_a_run_reports_its_compiler_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the start-up table, if any are set, and in its summary."""
     main([*SHORT_RUN, "--mesh", "1x1", "--steps", "1", "--parallel.bucket_mb", "2", "--output", str(tmp_path)])
-    told = json.loads((tmp_path / "summary.json").read_text())["compiler_options"]
-    assert told.items() >= dict.fromkeys(xla.BUCKETS, 2 * 2**20).items()
+    options = json.loads((tmp_path / "summary.json").read_text())["compiler_options"]
+    assert options.items() >= dict.fromkeys(xla.BUCKETS, 2 * 2**20).items()
     shown = "".join(capsys.readouterr().out.replace("│", "").split())
-    assert "compileroptions" in shown and all(f"{name}={value}" in shown for name, value in told.items())
+    assert "compileroptions" in shown and all(f"{name}={value}" in shown for name, value in options.items())
     memory = dict.fromkeys(("parameters", "gradients", "optimizer_state", "host", "peak"), 0)
     assert "compiler options" not in notes(memory, 1.0, {})
 

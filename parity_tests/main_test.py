@@ -30,8 +30,8 @@ def verdict(folder: Path) -> dict[str, Any]:
 def test_a_run_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the config is given: seven runs, and two with reordered sums."""
     main([*RUN, "--mesh", "2x1", "--precision", "bf16", "--first", "4", "--output", str(tmp_path / "proof")])
-    said, found = capsys.readouterr().out, verdict(tmp_path / "proof")
-    assert found["verdict"] == "equivalent" and f"run 9 of 9: {SIDES[1]}, reordered" in said
+    output, found = capsys.readouterr().out, verdict(tmp_path / "proof")
+    assert found["verdict"] == "equivalent" and f"run 9 of 9: {SIDES[1]}, reordered" in output
     assert {check["level"] for check in found["checks"]} == {
         "mathematics", "distribution", "precision", "memory", "traffic",
     }  # fmt: skip
@@ -53,20 +53,20 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
         )
 
     options = ["--mesh", "1x1", "--precision", "fp64", "--steps", "4", "--optimizer.clip", "0.1", "--bisect"]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as output:
         patch.setattr(Proof, "entry", entry)
         with pytest.raises(SystemExit) as ended:
             main([*RUN, *options, "--output", str(folder)])
     assert isinstance(ended.value.code, int)
-    return folder, ended.value.code, said.getvalue()
+    return folder, ended.value.code, output.getvalue()
 
 
 def test_a_mistake_is_found(planted: tuple[Path, int, str]) -> None:
-    folder, code, said = planted
+    folder, code, output = planted
     found = verdict(folder)
     assert code == 3 and found["verdict"] == "not_equivalent"
     assert found["parting"]["where"] == "embed.weight, clipped gradient, step 1"
-    assert found["sentence"] in said
+    assert found["sentence"] in output
 
 
 def test_a_browser_draws_the_report_of_a_proof(planted: tuple[Path, int, str], tmp_path: Path) -> None:

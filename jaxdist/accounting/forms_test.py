@@ -27,7 +27,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> Any:
     return register
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     plan.main([*arguments, "--json"])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -36,23 +36,23 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 def test_a_plan_without_closed_forms_shows_the_state(forms: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters and optimizer state are known for any family; unknown memory, traffic and time are null, not an
     error."""
-    whole = told(capsys, "--mesh", "2x4")
+    whole = planned(capsys, "--mesh", "2x4")
     forms(None)
-    found = told(capsys, "--mesh", "2x4")
+    found = planned(capsys, "--mesh", "2x4")
     assert found["unknown"] == ["footprint", "exchanges", "flops"] and "unknown" not in whole
     same = {name: whole["memory"][name] for name in ("parameters", "optimizer_state", "host")}
     assert found["memory"] == same | {"peak": None}
     nothing = ("fits", "least_bytes", "flops_per_token", "time", "step_seconds", "tokens_per_second", "mfu")
     assert [found[name] for name in nothing] == [None] * len(nothing)
     plan.main(["--mesh", "2x4"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "closed form of family llama is unknown: its accounting lacks footprint (memory and time), exch" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "closed form of family llama is unknown: its accounting lacks footprint (memory and time), exch" in output
 
 
 @pytest.mark.long
 def test_a_compiled_plan_without_closed_forms_is_measured(forms: Any, capsys: pytest.CaptureFixture[str]) -> None:
     forms(None)
-    compiled = told(capsys, "--mesh", "2x4", "--compiled")["compiled"]
+    compiled = planned(capsys, "--mesh", "2x4", "--compiled")["compiled"]
     assert compiled["memory"]["peak"] > 0 and compiled["traffic"].keys() >= {"fsdp", "tensor"}
 
 
@@ -96,26 +96,28 @@ def test_an_optimizer_that_is_not_elementwise_has_unknown_traffic(
     asked = ["--optimizer.name", "norms", "--mesh"]
     for pieces in ({"elementwise": False}, {"states": {"exp_avg": MATRICES}}):
         rule(**pieces)
-        found = told(capsys, *asked, "2x4")
+        found = planned(capsys, *asked, "2x4")
         assert found["unknown"] == ["traffic"] and found["fits"] and found["memory"]["peak"] > 0
         assert [found[name] for name in ("least_bytes", "time", "tokens_per_second", "mfu")] == [None] * 4
         plan.main([*asked, "2x4"])
-        said = " ".join(capsys.readouterr().out.split())
-        assert "the closed form of optimizer norms is unknown: its row lacks traffic (traffic and time); --comp" in said
+        output = " ".join(capsys.readouterr().out.split())
+        assert (
+            "the closed form of optimizer norms is unknown: its row lacks traffic (traffic and time); --comp" in output
+        )
         with pytest.raises(
             ConfigError, match=r"^optimizer.name = norms: the closed form of its traffic, .* elementwise$"
         ):
             plan.main([*asked[:2], "--recommend", "--devices", "8"])
-        assert told(capsys, *asked, "1x1")["least_bytes"] == {}  # one device sends nothing
+        assert planned(capsys, *asked, "1x1")["least_bytes"] == {}  # one device sends nothing
 
 
 def test_an_optimizer_that_is_elementwise_or_states_its_traffic_is_known(
     rule: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--optimizer.name", "norms", "--mesh", "2x4"]
-    plain = told(capsys, "--mesh", "2x4")["least_bytes"]
+    plain = planned(capsys, "--mesh", "2x4")["least_bytes"]
     for pieces in ({}, {"elementwise": True, "states": {"exp_avg": MATRICES}}):
         rule(**pieces)
-        assert told(capsys, *asked)["least_bytes"] == plain
+        assert planned(capsys, *asked)["least_bytes"] == plain
     rule(elementwise=False, traffic=lambda e, spec, mesh: [("all_reduce", ("tensor",), 100.0)])
-    assert told(capsys, *asked)["least_bytes"]["tensor"] > plain["tensor"]
+    assert planned(capsys, *asked)["least_bytes"]["tensor"] > plain["tensor"]

@@ -145,7 +145,7 @@ def test_the_projects_own_readme_has_a_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         (["--only", "paces"], r"--only.*paces"),
         (["--onyl", "pace"], r"unknown argument '--onyl'; did you mean '--only'"),
@@ -159,8 +159,8 @@ def test_the_projects_own_readme_has_a_place() -> None:
         (["--only", "gpu", "--device", "gpu"], r"--device gpu: nvidia-smi names no GPU of .*; use --device cpu, or"),
     ],
 )
-def test_bad_input(line: Sequence[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_bad_input(line: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         command.main(line)
 
 

@@ -111,11 +111,11 @@ def test_on_cpus_in_earnest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(decoders, "SIZE", 64)
     monkeypatch.setattr(decoders, "ROWS", (Row("default", tokens=256, lengths=(128,)),))
     monkeypatch.setitem(pace.SIDES, pace.COMPILED, pace.SIDES[pace.EAGER])
-    said: list[str] = []
+    lines: list[str] = []
     train: Callable[..., Any] = pace.train
     monkeypatch.setattr(pace, "train", lambda side, line, output: train(side, [*line, "--device", "cpu"], output))
     apart: Callable[..., Any] = decoders.apart
     monkeypatch.setattr(decoders, "apart", lambda **_: apart(JAX_PLATFORMS="cpu"))
-    product_, share, rate, memory = measure(Bench("auto", QUICK, tmp_path, said.append))
+    product_, share, rate, memory = measure(Bench("auto", QUICK, tmp_path, lines.append))
     assert product_.unit == "TFLOP/s" and min(f.median for f in (product_, share, rate, memory)) > 0
-    assert len(said) == 3 and product(8, times=2) > 0
+    assert len(lines) == 3 and product(8, times=2) > 0

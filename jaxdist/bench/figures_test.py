@@ -66,7 +66,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "says"),
+    ("path", "value", "message"),
     [
         (("stamp",), {}, r"pace.stamp.machine = {}: Field required"),
         (
@@ -79,14 +79,16 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         (("figures", 0, "goal", "side"), "near", r"pace.figures.0.goal.side = 'near': .*'at least' or 'at most'"),
     ],
 )
-def test_a_field_that_is_none_is_named(path: tuple[str | int, ...], value: Any, says: str, tmp_path: Path) -> None:
+def test_a_field_that_is_none_is_named(path: tuple[str | int, ...], value: Any, message: str, tmp_path: Path) -> None:
     section = to_json({"pace": Section((Figure("x", (1.0,), goal=Goal("at most", 3.0)),), HERE)})
     table: Any = section["pace"]
     for key in path[:-1]:
         table = table[key]
     table[path[-1]] = value
     (file := tmp_path / "bench.json").write_text(json.dumps(section))
-    with pytest.raises(ConfigError, match=rf"^--compare {file}: {says}.*; give the bench.json of an earlier --output$"):
+    with pytest.raises(
+        ConfigError, match=rf"^--compare {file}: {message}.*; give the bench.json of an earlier --output$"
+    ):
         read(file, "--compare")
 
 

@@ -24,9 +24,9 @@ def test_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that saves and one that never does, each in its own process."""
     monkeypatch.setattr(saving, "TENFOLD", TINY)
     monkeypatch.setattr(saving, "STEPS", 60)
-    said: list[str] = []
-    blocked, slower = saving.measure(Bench("cpu", replace(QUICK, savings=1), tmp_path, said.append))
-    assert 0 < blocked.median < 100 and blocked.goal == saving.BLOCKED and slower.unit == "%" and len(said) == 2
+    lines: list[str] = []
+    blocked, slower = saving.measure(Bench("cpu", replace(QUICK, savings=1), tmp_path, lines.append))
+    assert 0 < blocked.median < 100 and blocked.goal == saving.BLOCKED and slower.unit == "%" and len(lines) == 2
 
 
 def test_which_saves_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,14 +80,14 @@ def test_each_flag_is_named_and_the_named_one_is_accepted(parser: Parser) -> Non
     for name, meaning in NAMES.items():
         value = "2" if meaning.value != "{}" else sample(meaning.field)
         for flag in (f"--{name}", f"--{name.replace('_', '-')}", f"--section.{name}"):
-            told = error_of(parser.parse_args, [flag, value])
-            found = re.fullmatch(rf"unknown argument {flag!r}; {flag}(?: {value})? is (--.*?) here(?:, .*)?", told)
-            assert found, told
+            message = error_of(parser.parse_args, [flag, value])
+            found = re.fullmatch(rf"unknown argument {flag!r}; {flag}(?: {value})? is (--.*?) here(?:, .*)?", message)
+            assert found, message
             line = found[1].split()
             if len(line) == 1 and line != ["--resume"]:
                 line.append(value)
             given = read(parser, line, meaning.field)
-            assert list(given) == ([meaning.field] if "." in meaning.field else []), told
+            assert list(given) == ([meaning.field] if "." in meaning.field else []), message
 
 
 def test_each_field_is_named_and_the_named_one_is_accepted() -> None:
@@ -97,9 +97,9 @@ def test_each_field_is_named_and_the_named_one_is_accepted() -> None:
         value = "2" if meaning.value != "{}" else sample(meaning.field)
         section, model = meaning.field.partition(".")[0], MODELS.get(meaning.field, {})
         table = {section: {name: value}}
-        told = error_of(Experiment.parse, table | ({"model": model | table["model"]} if model else {}), source="x")
-        found = re.search(rf"no such field; {name} is (.*?) here(?:, .*)?$", told)
-        assert found, told
+        message = error_of(Experiment.parse, table | ({"model": model | table["model"]} if model else {}), source="x")
+        found = re.search(rf"no such field; {name} is (.*?) here(?:, .*)?$", message)
+        assert found, message
         values = tomllib.loads(found[1] if " = " in found[1] else f'{found[1]} = "{value}"')
         assert list(values) == [section]
         Experiment.parse(values | ({"model": model | values["model"]} if model else {}), source="x")
@@ -119,28 +119,30 @@ def test_what_is_turned_off_is_no_advice_to_turn_it_on(parser: Parser) -> None:
     made = {name: meaning for name, meaning in NAMES.items() if "{}" not in meaning.value}
     for name, meaning in made.items():
         for no in ("false", "False", "none", "0"):
-            told = error_of(parser.parse_args, [f"--{name}", no])
+            message = error_of(parser.parse_args, [f"--{name}", no])
             if meaning.field not in OFF or name == "fp32":
-                assert told == f"unknown argument '--{name}'; leave it out"
+                assert message == f"unknown argument '--{name}'; leave it out"
                 continue
-            found = re.search(rf"; --{name} {no} is (--.*) here$", told)
-            assert found, told
+            found = re.search(rf"; --{name} {no} is (--.*) here$", message)
+            assert found, message
             assert read(parser, found[1].split(), meaning.field) == {meaning.field: OFF[meaning.field]}
-    told = error_of(Experiment.parse, {"train": {"torch_compile": False}}, source="x")
-    assert told.endswith("torch_compile is train.compile = false here")
+    message = error_of(Experiment.parse, {"train": {"torch_compile": False}}, source="x")
+    assert message.endswith("torch_compile is train.compile = false here")
 
 
 def test_each_axis_is_named_and_accepted() -> None:
     for name, ours in AXIS_NAMES.items():
-        told = error_of(Parallel(mesh=f"{name.upper()}=2", strategy="ddp").axes, 2)
-        assert told.endswith(f"unknown axis {name.upper()!r}; {name.upper()} is {ours} here")
+        message = error_of(Parallel(mesh=f"{name.upper()}=2", strategy="ddp").axes, 2)
+        assert message.endswith(f"unknown axis {name.upper()!r}; {name.upper()} is {ours} here")
         assert Parallel(mesh=f"{ours}=2", strategy="ddp" if ours != "fsdp" else "fsdp").axes(2)[ours] == 2
 
 
 @pytest.mark.parametrize("name", [name for name in SECTION_NAMES if name not in Experiment.model_fields])
 def test_a_section_is_reported(name: str) -> None:
-    told = error_of(Experiment.parse, {name: {"steps": 1}}, source="x")
-    assert told.endswith(f"[{name}] is [{SECTION_NAMES[name]}] here") and SECTION_NAMES[name] in Experiment.model_fields
+    message = error_of(Experiment.parse, {name: {"steps": 1}}, source="x")
+    assert (
+        message.endswith(f"[{name}] is [{SECTION_NAMES[name]}] here") and SECTION_NAMES[name] in Experiment.model_fields
+    )
 
 
 def test_each_value_is_named_and_the_named_one_is_accepted() -> None:
@@ -149,9 +151,9 @@ def test_each_value_is_named_and_the_named_one_is_accepted() -> None:
         model = MODELS.get(field, {}) if section == "model" else {}
         for theirs, ours in value_names(field).items():
             for spelt in {theirs, theirs.upper(), theirs.replace("_", "-")} - {*FIELDS[field][2].split("|")}:
-                told = error_of(Experiment.parse, {section: model | {name: spelt}}, source="x")
+                message = error_of(Experiment.parse, {section: model | {name: spelt}}, source="x")
                 more = related_fields(field).get(theirs)
-                assert told.endswith(f"; {spelt!r} is {ours!r} here{f', {more}' if more else ''}"), told
+                assert message.endswith(f"; {spelt!r} is {ours!r} here{f', {more}' if more else ''}"), message
             got = Experiment.parse({section: model | {name: ours}}, source="x")
             assert getattr(getattr(got, section), name) == ours
 
@@ -165,7 +167,7 @@ def test_aliases_name_fields_and_hide_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "expected"),
     [
         (["--lr", "3e-4"], ["--lr is --optimizer.learning_rate here"]),
         (["--lr=3e-4", "--max_steps", "5"], ["--lr is --optimizer.learning_rate here", "--max_steps is --steps here"]),
@@ -203,22 +205,22 @@ def test_aliases_name_fields_and_hide_none() -> None:
         (["stray"], ["unknown argument 'stray'; "]),
     ],
 )
-def test_what_a_command_line_is_answered(argv: list[str], told: list[str]) -> None:
+def test_what_a_command_line_is_answered(argv: list[str], expected: list[str]) -> None:
     """All unknown flags at once, one line each."""
     lines = error_of(parse, argv, "jaxdist.train", "").splitlines()
-    assert len(lines) == len(told) and all(text in line for text, line in zip(told, lines, strict=True)), lines
+    assert len(lines) == len(expected) and all(text in line for text, line in zip(expected, lines, strict=True)), lines
 
 
 def test_what_replicas_receive_is_right_with_and_without_more_devices() -> None:
-    told = error_of(parse, ["--dp_replicate", "4"], "jaxdist.train", "")
-    mesh = told.partition("--mesh ")[2].split()[0]
+    message = error_of(parse, ["--dp_replicate", "4"], "jaxdist.train", "")
+    mesh = message.partition("--mesh ")[2].split()[0]
 
     def sizes(mesh: str, devices: int, *more: str) -> dict[str, int]:
         axes = parse(["--mesh", mesh, *more], "jaxdist.train", "").experiment.parallel.axes(devices)
         return {axis: size for axis, size in axes.items() if size > 1}
 
     assert sizes(mesh, 8) == {"data": 4, "fsdp": 2} and sizes(mesh, 16) == {"data": 4, "fsdp": 4}
-    assert "if none are, leave it out and add --strategy ddp" in told
+    assert "if none are, leave it out and add --strategy ddp" in message
     assert sizes(mesh.partition(",")[0], 4, "--strategy", "ddp") == {"data": 4}
 
 

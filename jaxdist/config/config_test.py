@@ -227,17 +227,17 @@ BAD: list[tuple[list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "says"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
-def test_bad_input_is_named(argv: list[str], says: str) -> None:
+@pytest.mark.parametrize(("argv", "expected"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_bad_input_is_named(argv: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         e = experiment(*argv)
         e.check_mesh(e.parallel.axes(16))
-    assert re.search(says, str(error.value)), str(error.value)
+    assert re.search(expected, str(error.value)), str(error.value)
 
 
 def test_bad_toml(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
-    for text, says in (
+    for text, message in (
         ("[model]\nlayrs = 3", "model.layrs = 3: no such field; did you mean 'layers'"),
         ("[modell]\nlayers = 3", "modell = .*: no such field; did you mean 'model'"),
         ("[model\n", "x.toml: "),
@@ -252,7 +252,7 @@ def test_bad_toml(tmp_path: Path) -> None:
         ("[optimizer]\nlearning_rate = true", "optimizer.learning_rate = True: must be a number"),
     ):
         file.write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             experiment("--config", str(file))
 
 
@@ -306,12 +306,12 @@ def test_what_an_override_makes_obsolete_is_forgotten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "says"),
+    ("error", "code", "expected"),
     [(ConfigError("wrong"), 2, "error: wrong"), (TrainingError("stopped"), 1, "error: stopped"), (None, 0, "")],
 )
 @pytest.mark.parametrize("quiet", [False, True])
 def test_exit_codes(
-    error: Exception | None, code: int, says: str, quiet: bool, capsys: pytest.CaptureFixture[str]
+    error: Exception | None, code: int, expected: str, quiet: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main() -> None:
         if error:
@@ -319,7 +319,7 @@ def test_exit_codes(
 
     with pytest.raises(SystemExit) as end:
         exit_codes(main, quiet)
-    assert end.value.code == code and capsys.readouterr().err.strip() == ("" if quiet else says)
+    assert end.value.code == code and capsys.readouterr().err.strip() == ("" if quiet else expected)
 
 
 def test_a_loss_that_is_no_number_ends_the_run() -> None:

@@ -27,10 +27,10 @@ def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> N
     assert err == "error: \\x1b[2J größe 重み \\udc80\\r: one\ntwo\n"
 
 
-@pytest.mark.parametrize(("last", "says"), [("7", r"saved as \S+7\. "), ("5", r"not saved, the last .* is \S+5\. ")])
-def test_whether_weights_without_a_loss_are_there(last: str, says: str) -> None:
+@pytest.mark.parametrize(("last", "message"), [("7", r"saved as \S+7\. "), ("5", r"not saved, the last .* is \S+5\. ")])
+def test_whether_weights_without_a_loss_are_there(last: str, message: str) -> None:
     """`checkpoint.every` may have saved weights before their loss was known."""
-    with pytest.raises(TrainingError, match=says):
+    with pytest.raises(TrainingError, match=message):
         check_validation(7, float("nan"), Path("checkpoints") / last)
 
 
@@ -49,6 +49,6 @@ def test_a_closed_pipe_ends_the_process_silently() -> None:
 
 
 def test_what_a_disk_refuses_is_reported() -> None:
-    told = re.escape("[Errno 28] No space left on device: 'report.html'; make room, or give another --output")
-    with pytest.raises(TrainingError, match=f"^{told}$"), writes_to("--output"):
+    message = re.escape("[Errno 28] No space left on device: 'report.html'; make room, or give another --output")
+    with pytest.raises(TrainingError, match=f"^{message}$"), writes_to("--output"):
         raise OSError(errno.ENOSPC, "No space left on device", "report.html")

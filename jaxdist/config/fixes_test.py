@@ -258,9 +258,9 @@ def test_the_fix_beside_given_weights(option: str, argv: list[str], fix: Line, t
 )
 def test_flags_of_another_model_than_that_of_the_weights_are_left_out(argv: list[str], tmp_path: Path) -> None:
     line = on_given_weights({}, tmp_path / "weights", "init") | line_of(argv)
-    told = refusal(line)
+    message = refusal(line)
     model = [flag for flag in argv if flag.startswith("--model.")]
-    assert told.endswith(f"; leave out {' '.join(model)}: --init gives the model")
+    assert message.endswith(f"; leave out {' '.join(model)}: --init gives the model")
 
 
 @pytest.mark.parametrize(
@@ -283,6 +283,6 @@ def test_words_that_change_are_seen() -> None:
     together = {"model.heads": "12", "model.kv_heads": "6", "model.vocab_multiple": "3"}
     assert list(ways(refusal(line))) == [{"parallel.mesh": "tensor=2"}, together]
     assert not list(ways("model.heads = 8 cannot be divided; change the mesh"))
-    for told in ("model.heads = 8; use model.heads = 5", "model.heads = 8; use model.haeds = 9"):
-        (way,) = ways(told)
+    for message in ("model.heads = 8; use model.heads = 5", "model.heads = 8; use model.haeds = 9"):
+        (way,) = ways(message)
         assert refusal(line | way)

@@ -99,9 +99,9 @@ def test_help_is_shown_beside_a_plugin_that_fails(package: Package, capsys: pyte
     name = package("helpless_plugin", "raise ValueError('no licence')")
     with pytest.raises(SystemExit) as end:
         parse(["--plugins", name, "--help"], "jaxdist.train", "")
-    said = capsys.readouterr()
-    assert end.value.code == 0 and "--optimizer.name" in said.out
-    (line,) = said.err.splitlines()
+    captured = capsys.readouterr()
+    assert end.value.code == 0 and "--optimizer.name" in captured.out
+    (line,) = captured.err.splitlines()
     assert line.startswith("not in this help: plugin 'helpless_plugin': its import fails, ValueError: no licence (")
 
 
@@ -143,7 +143,7 @@ def test_what_installed_packages_declare_is_loaded_by_every_command(
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (
             "import nothing_of_this_name",
@@ -157,8 +157,8 @@ def test_what_installed_packages_declare_is_loaded_by_every_command(
         ("raise SystemExit('over')", "its import fails, SystemExit: over"),
     ],
 )
-def test_an_import_that_fails_is_reported_by_its_own_message(package: Package, source: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^plugin 'failing_plugin': {said}.*; correct it, or leave it out of"):
+def test_an_import_that_fails_is_reported_by_its_own_message(package: Package, source: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^plugin 'failing_plugin': {message}.*; correct it, or leave it out of"):
         load_named([package("failing_plugin", source)])
     assert tuple(registry.loaded) == ()
 

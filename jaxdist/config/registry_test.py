@@ -105,8 +105,8 @@ def test_a_row_is_named_with_who_registered_it() -> None:
     rows: Registry[DataSource] = Registry("row", DataSource)
     for name, owner in (("a", BUILT_IN), ("b", Owner("one")), ("c", Owner("__main__"))):
         rows.register(DataSource(name), owner)
-    said = ["the built-in row 'a'", "the row 'b' of plugin 'one'", "the row 'c' of the script that runs"]
-    assert [named(rows, name) for name in "abc"] == said
+    owners = ["the built-in row 'a'", "the row 'b' of plugin 'one'", "the row 'c' of the script that runs"]
+    assert [named(rows, name) for name in "abc"] == owners
 
 
 def test_references() -> None:
@@ -134,11 +134,11 @@ def test_an_error_of_any_kind_names_its_row_and_reference(monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     sources: Registry[DataSource] = Registry("data source", DataSource)
     sources.register(DataSource("a", "broken_module:x"), Owner("one"))
-    said = (
+    message = (
         "the data source 'a' of plugin 'one': open = 'broken_module:x': its import fails, RuntimeError: no GPU today "
         r"\(.*broken_module.py, line 1\)"
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         optional(sources, "a", "open")
 
 
@@ -148,10 +148,10 @@ def test_what_a_plugins_code_raises_or_returns_names_its_row() -> None:
     rows.register(DataSource("b", lambda value: 6 // value), BUILT_IN)
     checked, ours = (function(rows, name, "open", "a test", int) for name in "ab")
     assert checked(2) == ours(2) == 3
-    said = (
+    message = (
         r"^the row 'a' of plugin 'one': its open fails, ZeroDivisionError: .* \(.*registry_test.py, line \d+\); correct"
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         checked(0)
     with pytest.raises(
         ConfigError, match=r"^the row 'a' of plugin 'one': open returns 3.0; give an instance of .*int$"

@@ -176,7 +176,7 @@ class TestFilesInTheWild:
             read_hf(folder)
 
     @pytest.mark.parametrize(
-        ("change", "says"),
+        ("change", "message"),
         [
             (
                 lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"},
@@ -201,9 +201,9 @@ class TestFilesInTheWild:
             ),
         ],
     )
-    def test_tensors_that_do_not_fit(self, change: Any, says: str, tmp_path: Path) -> None:
+    def test_tensors_that_do_not_fit(self, change: Any, message: str, tmp_path: Path) -> None:
         folder = self.rewrite(saved(tmp_path / "hf", MODELS["LlamaForCausalLM"]), change)
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             main([str(folder), str(tmp_path / "run")])
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -337,7 +337,7 @@ class TestCommandLine:
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
     @pytest.mark.parametrize(
-        ("argv", "says"),
+        ("argv", "message"),
         [
             (["nowhere", "new"], r"nowhere: no such file or folder"),
             (["occupied", "new"], r"occupied: no checkpoint of a known kind"),
@@ -374,14 +374,14 @@ class TestCommandLine:
         ],
     )
     def test_bad_arguments(
-        self, argv: list[str], says: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, argv: list[str], message: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "occupied").mkdir()
         (tmp_path / "circle").symlink_to("circle")
         save_file({"a": np.zeros(3, np.float32)}, tmp_path / "lone.safetensors")
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             main(argv)
         assert sorted(tmp_path.rglob("*")) == before
 

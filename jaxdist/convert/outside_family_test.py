@@ -125,7 +125,7 @@ def test_it_converts_from_and_to_its_own_names(
 
 
 @pytest.mark.parametrize(
-    ("pieces", "kind", "says"),
+    ("pieces", "kind", "expected"),
     [
         ({"tables": TABLES}, "hf", "registers it without huggingface, so there is no config.json for it; "),
         ({}, "torch", "registers it without tables, so its tensors have no names in other formats; "),
@@ -133,7 +133,7 @@ def test_it_converts_from_and_to_its_own_names(
     ],
 )
 def test_a_piece_that_is_missing_is_named(
-    pieces: dict[str, Any], kind: str, says: str, registered: Callable[..., None], tmp_path: Path
+    pieces: dict[str, Any], kind: str, expected: str, registered: Callable[..., None], tmp_path: Path
 ) -> None:
     """One message names the family, who registered it, the field, and what works without it, which does."""
     registered(**pieces)
@@ -141,14 +141,14 @@ def test_a_piece_that_is_missing_is_named(
     with pytest.raises(ConfigError) as error:
         convert(run, tmp_path / "a.pt" if kind == "torch" else tmp_path / "a", "--to", kind)
     message = str(error.value)
-    assert message.startswith(f"model.family = toy: {__name__} ") and says in message, message
+    assert message.startswith(f"model.family = toy: {__name__} ") and expected in message, message
     assert message.endswith("or keep its weights as an Orbax checkpoint")
     convert(run, tmp_path / "b", "--to", "orbax")
     assert same(ours(tmp_path / "b", "orbax"), draw(TOY))
 
 
 @pytest.mark.parametrize(
-    ("pieces", "says"),
+    ("pieces", "message"),
     [
         ({"tables": {"toy": [1]}}, r"tables = \{'toy': \[1\]\}; give a mapping of namings to \S+Table"),
         ({"tables": TABLES, "huggingface": "nowhere:HERE"}, "'nowhere:HERE': No module named 'nowhere'"),
@@ -156,18 +156,20 @@ def test_a_piece_that_is_missing_is_named(
     ],
 )
 def test_a_piece_of_another_kind_is_refused(
-    pieces: dict[str, Any], says: str, registered: Callable[..., None], tmp_path: Path
+    pieces: dict[str, Any], message: str, registered: Callable[..., None], tmp_path: Path
 ) -> None:
     registered(**pieces)
     run = run_of(tmp_path / "run", TOY)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         convert(run, tmp_path / "hf", "--to", "hf")
 
 
 def test_a_model_type_that_another_family_reads_is_refused(registered: Callable[..., None]) -> None:
     registered(tables=TABLES, huggingface=HuggingFace({"gpt2": HUGGINGFACE.types["toy"]}, written))
-    says = r"family 'toy' of plugin '.*' reads a config.json of model_type 'gpt2', which the family 'gpt2' reads; give"
-    with pytest.raises(ConfigError, match=says):
+    message = (
+        r"family 'toy' of plugin '.*' reads a config.json of model_type 'gpt2', which the family 'gpt2' reads; give"
+    )
+    with pytest.raises(ConfigError, match=message):
         to_settings(TOY, "float32")
     assert model_types()["gpt2"][0] == "gpt2"
 
@@ -196,15 +198,15 @@ BROKEN: dict[str, tuple[Any, str]] = {
 def test_a_broken_piece_breaks_its_own_family_alone(
     piece: str, registered: Callable[..., None], tmp_path: Path
 ) -> None:
-    broken, says = BROKEN[piece]
+    broken, message = BROKEN[piece]
     registered(tables=TABLES, huggingface=broken)
     ours = Llama(layers=1, dim=8, heads=2, kv_heads=1, head_dim=4, hidden=12, vocab=11, positions=16)
     (tmp_path / "config.json").write_text(json.dumps(to_settings(ours, "float32")))
     assert read_model(tmp_path) == ours
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         to_settings(TOY, "float32")
     (tmp_path / "config.json").write_text(json.dumps(written(TOY)))
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         read_model(tmp_path)
 
 
@@ -219,12 +221,14 @@ def test_inspection_names_a_family_with_broken_tables(
     """With --json on standard error; a family without tables is not reported."""
     registered(tables={"toy": [1]})
     run = run_of(tmp_path / "run", TOY)
-    says = rf"the names of family toy are not recognized: model\.family = toy: {__name__} registers it with tables = "
+    message = (
+        rf"the names of family toy are not recognized: model\.family = toy: {__name__} registers it with tables = "
+    )
     convert(run, "--inspect")
-    assert re.search(says, capsys.readouterr().out.replace("\n", " "))
+    assert re.search(message, capsys.readouterr().out.replace("\n", " "))
     convert(run, "--inspect", "--json")
     out, err = capsys.readouterr()
-    assert json.loads(out)["family"] and re.search(says, err.replace("\n", " "))
+    assert json.loads(out)["family"] and re.search(message, err.replace("\n", " "))
     registered()
     convert(run, "--inspect")
     assert "not recognized" not in capsys.readouterr().out

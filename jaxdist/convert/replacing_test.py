@@ -149,8 +149,8 @@ def test_an_unreadable_folder_is_left_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     for folder in ("c", "b/closed"):
         (tmp_path / folder).chmod(0o755)
-    said = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
-    assert len(said) == len(lines) and all("Permission denied; give" in line for line in said), done
+    refusals = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
+    assert len(refusals) == len(lines) and all("Permission denied; give" in line for line in refusals), done
     assert (target / "model.safetensors").exists()
 
 

@@ -134,9 +134,9 @@ def test_a_long_index_of_origin_is_read(tmp_path: Path) -> None:
     """The places of a distributed checkpoint's entries, possibly a million."""
     run = written(tmp_path / "run", "orbax", replace(content_of(MODELS["Qwen3ForCausalLM"]), origin=Origin("dcp")))
     folder = run / "origin"
-    said = json.loads((folder / "origin.json").read_text())
+    origin = json.loads((folder / "origin.json").read_text())
     ways = {f"model.{i}": ["model", str(i)] for i in range(1000)} | {f"model.{'x' * 2**24}": ["model", "x" * 2**24]}
-    (folder / "origin.json").write_text(json.dumps(said | {"index": ways}))
+    (folder / "origin.json").write_text(json.dumps(origin | {"index": ways}))
     seal(folder)
     assert read_content(run).origin.index == ways
 
@@ -194,11 +194,11 @@ def test_a_newest_checkpoint_that_lacks_what_shows_its_kind(kind: str, tmp_path:
     assert tensors(run) == right
 
 
-@pytest.mark.parametrize("said", [{"names": ["a"]}, {"step": "7"}, {"index": 3}, {"kind": None}, {"more": 1}, []])
-def test_what_origin_says_of_another_type(said: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [{"names": ["a"]}, {"step": "7"}, {"index": 3}, {"kind": None}, {"more": 1}, []])
+def test_what_origin_says_of_another_type(values: Any, tmp_path: Path) -> None:
     run = written(tmp_path / "run", "orbax", replace(content_of(MODELS["Qwen3ForCausalLM"]), origin=Origin("hf")))
     file = run / "origin" / "origin.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | said if said else said))
+    file.write_text(json.dumps(json.loads(file.read_text()) | values if values else values))
     (run / "origin" / MANIFEST).unlink()
     seal(run / "origin")
     with pytest.raises(ConfigError, match=r"origin.json is damaged: .*; remove \S+origin, or use a copy"):

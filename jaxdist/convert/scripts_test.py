@@ -318,9 +318,9 @@ class TestThereAndBack:
         monkeypatch.setattr(safetensors_writer, "SHARD_BYTES", 900)
         source = written(tmp_path / "a", "hf", content_of(MODEL))
         index = source / "model.safetensors.index.json"
-        said = json.loads(index.read_text())
-        said["metadata"] = {"total_parameters": 123} | said["metadata"] | {"mine": ["x"]}
-        index.write_text(json.dumps(said, indent=2) + "\n")
+        content = json.loads(index.read_text())
+        content["metadata"] = {"total_parameters": 123} | content["metadata"] | {"mine": ["x"]}
+        index.write_text(json.dumps(content, indent=2) + "\n")
         (source / "additional_chat_templates").mkdir()
         (source / "additional_chat_templates" / "tool.jinja").write_text("x")
         main([str(source), str(tmp_path / "run")])

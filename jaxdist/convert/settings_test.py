@@ -67,7 +67,7 @@ class TestConfig:
         )
 
     @pytest.mark.parametrize(
-        ("settings", "says"),
+        ("settings", "expected"),
         [
             (HF | {"model_type": "deepseek_v3"}, r"model_type = 'deepseek_v3'; choose"),
             (MIXED | {"decoder_sparse_step": 2}, r"decoder_sparse_step = 2; jaxdist computes None or 1 only"),
@@ -108,11 +108,11 @@ class TestConfig:
             ([], r"is not a table of settings"),
         ],
     )
-    def test_what_cannot_be_computed_is_named(self, settings: Any, says: str, tmp_path: Path) -> None:
+    def test_what_cannot_be_computed_is_named(self, settings: Any, expected: str, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(settings))
         with pytest.raises(ConfigError) as error:
             read_hf(tmp_path)
-        assert re.search(says, str(error.value)), str(error.value)
+        assert re.search(expected, str(error.value)), str(error.value)
         assert "config.json" in str(error.value)
 
     @pytest.mark.parametrize(

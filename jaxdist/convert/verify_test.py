@@ -79,9 +79,9 @@ class TestRunWhoseNewestChanged:
         """The newest one's damage is reported on standard error."""
         flip(run / "checkpoints" / "7" / checkpoints.MANIFEST)
         main(["--inspect", str(run), "--json"])
-        said = capsys.readouterr()
-        assert json.loads(said.out)["source"] == str(run)
-        assert "going back to step 5" in said.err
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["source"] == str(run)
+        assert "going back to step 5" in captured.err
 
     def test_is_evaluated_by_the_one_before(self, run: Path) -> None:
         assert located(run) == run / "checkpoints" / "5"
@@ -158,12 +158,12 @@ class TestLogits:
         main([str(hf), str(tmp_path / "run"), "--to", kind, "--verify"])
         main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "hf", "--verify"])
         monkeypatch.setitem(TABLES, HUGGINGFACE, swapped(*swap))
-        says = "logits of SOURCE by {} and of TARGET by {} differ by .* more than 8.7e-06; nothing is kept"
-        with pytest.raises(TrainingError, match=says.format("transformers", "jaxdist")):
+        message = "logits of SOURCE by {} and of TARGET by {} differ by .* more than 8.7e-06; nothing is kept"
+        with pytest.raises(TrainingError, match=message.format("transformers", "jaxdist")):
             main([str(hf), str(tmp_path / "a"), "--to", kind, "--verify"])
-        with pytest.raises(TrainingError, match=says.format("jaxdist", "transformers")):
+        with pytest.raises(TrainingError, match=message.format("jaxdist", "transformers")):
             main([str(tmp_path / "run"), str(tmp_path / "b"), "--to", "hf", "--verify"])
-        with pytest.raises(TrainingError, match=says.format("transformers", "jaxdist").replace("8.7e-06", "0.05")):
+        with pytest.raises(TrainingError, match=message.format("transformers", "jaxdist").replace("8.7e-06", "0.05")):
             main([str(hf), str(tmp_path / "c"), "--to", kind, "--verify", "--dtype", "bfloat16"])
         assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "run"]
 
@@ -171,15 +171,15 @@ class TestLogits:
         self, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         main([str(hf), str(tmp_path / "a"), "--verify"])
-        said = capsys.readouterr().out
-        assert "of SOURCE by transformers and of TARGET by jaxdist, are within" in said
-        assert "where 8.7e-06 is what rounding may do" in said and "not verified" not in said
+        output = capsys.readouterr().out
+        assert "of SOURCE by transformers and of TARGET by jaxdist, are within" in output
+        assert "where 8.7e-06 is what rounding may do" in output and "not verified" not in output
         monkeypatch.setitem(sys.modules, "transformers", None)
         monkeypatch.delitem(sys.modules, "jaxdist.convert.hf_reference")
         monkeypatch.setitem(TABLES, HUGGINGFACE, swapped(*SWAPS[0]))
         main([str(hf), str(tmp_path / "b"), "--verify"])
-        said = capsys.readouterr().out
-        assert BY_US in said and UNTOLD.format("SOURCE") in said
+        output = capsys.readouterr().out
+        assert BY_US in output and UNTOLD.format("SOURCE") in output
 
     def test_with_a_transformers_that_is_broken(
         self, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -189,8 +189,8 @@ class TestLogits:
 
         monkeypatch.setattr(verify, "import_module", broken)
         main([str(hf), str(tmp_path / "b"), "--verify"])
-        said = capsys.readouterr().out
-        assert "transformers cannot be imported: cannot import name 'x'" in said and BY_US in said
+        output = capsys.readouterr().out
+        assert "transformers cannot be imported: cannot import name 'x'" in output and BY_US in output
 
     @pytest.mark.parametrize("target", often(["b.pt", "dcp"], ["dcp"]))
     def test_of_other_kinds_the_table_is_reported_as_unchecked(
@@ -200,8 +200,8 @@ class TestLogits:
         kind = target.removeprefix("b.pt") or "torch"
         capsys.readouterr()
         main([str(tmp_path / "run"), str(tmp_path / target), "--to", kind, "--verify"])
-        said = capsys.readouterr().out
-        assert BY_US in said and UNTOLD.format("TARGET") in said and UNTOLD.format("SOURCE") not in said
+        output = capsys.readouterr().out
+        assert BY_US in output and UNTOLD.format("TARGET") in output and UNTOLD.format("SOURCE") not in output
 
     @pytest.mark.parametrize("source", often(["hf", "orbax"], ["orbax"]))
     def test_other_logits_in_another_dtype_are_found(
@@ -252,8 +252,8 @@ class TestLogits:
         right = transformers.AutoModelForCausalLM.from_pretrained
 
         def missing(*given: Any, **how: Any) -> Any:
-            model, told = right(*given, **how)
-            return model, {**told, "missing_keys": ["model.norm.weight"]}
+            model, report = right(*given, **how)
+            return model, {**report, "missing_keys": ["model.norm.weight"]}
 
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", missing)
         with pytest.raises(TrainingError, match=r"cannot compute the logits of \S+hf: .*missing_keys .*model.norm.wei"):

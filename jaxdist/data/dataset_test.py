@@ -113,7 +113,7 @@ def test_the_first_validation_batches_are_a_sample_of_the_whole_split(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("steps", "size", "last", "told"),
+    ("steps", "size", "last", "expected"),
     [
         (5, 2, "continue", "1"),
         (10, 2, "continue", "2"),
@@ -126,13 +126,13 @@ def test_the_first_validation_batches_are_a_sample_of_the_whole_split(tmp_path: 
         (0, 2, "continue", "0"),
     ],
 )
-def test_the_table_shows_where_epochs_end(tmp_path: Path, steps: int, size: int, last: str, told: str) -> None:
+def test_the_table_shows_where_epochs_end(tmp_path: Path, steps: int, size: int, last: str, expected: str) -> None:
     """For ten sequences, compared with the batches."""
     found = numbered(tmp_path, 10, validation=0, last=last)
     row = found.table(Train(steps=steps, batch=size))["epochs"]
-    assert row.startswith(told) and ("," in row) == ("," in told)
-    if "," in told:
-        epochs, over = int(told.split(",")[0]), int(told.split(" ")[2])
+    assert row.startswith(expected) and ("," in row) == ("," in expected)
+    if "," in expected:
+        epochs, over = int(expected.split(",")[0]), int(expected.split(" ")[2])
         counts = np.bincount(seen(found, steps, size), minlength=10)
         assert (counts == epochs + 1).sum() == over and (counts == epochs).sum() == 10 - over
 

@@ -316,7 +316,7 @@ def test_a_saved_dataset_and_a_repository_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         (
             {"body": "a", "meta": {"title": "b", "n": 1}},
@@ -329,12 +329,12 @@ def test_a_saved_dataset_and_a_repository_of_one(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "array.json"])
-def test_a_line_without_text_names_its_keys(tmp_path: Path, record: Any, told: str, name: str) -> None:
+def test_a_line_without_text_names_its_keys(tmp_path: Path, record: Any, message: str, name: str) -> None:
     content = f'{{"text": "a"}}\n{json.dumps(record)}\n'
     if name == "array.json":
         content = '[{"text": "a"},\n' + json.dumps(record) + "]"
     (tmp_path / name).write_bytes(gzip.compress(content.encode()) if "gz" in name else content.encode())
-    with pytest.raises(ConfigError, match=rf"{name}:2: {told}"):
+    with pytest.raises(ConfigError, match=rf"{name}:2: {message}"):
         read(tmp_path / name)
 
 
@@ -430,9 +430,9 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
-    content, told = DAMAGED[name]
+    content, message = DAMAGED[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=told) as raised:
+    with pytest.raises(ConfigError, match=message) as raised:
         read(tmp_path / name)
     assert "\n" not in str(raised.value) and name in str(raised.value)
 

@@ -85,14 +85,14 @@ CASES: dict[str, tuple[list[str], dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_document_ends_as_its_tokenizer_says(folder: Path, case: str) -> None:
-    special, beside, token, told = CASES[case]
+    special, beside, token, message = CASES[case]
     file = tokenizer(folder, *special, **beside)
     stream = opened(folder, file)
     number = [*WORDS, *special].index(token)
     assert ends(stream) == {number}
     assert stream.read(0, 3).tolist() == [1, 2, number], "one token alone, after the text"
     row = stream.rows["end of document"]
-    assert row.startswith(f"{token!r}, id {number}, ") and told in row
+    assert row.startswith(f"{token!r}, id {number}, ") and message in row
     assert opened(folder, str(folder)).fingerprint == stream.fingerprint, "the folder stands for its tokenizer.json"
     assert "nothing is added" in opened(folder, file, documents="padded").rows["end of document"]
     assert opened(folder, file, end_of_text="sat").read(0, 3).tolist() == [1, 2, 4], "a field overrides it"
@@ -100,7 +100,7 @@ def test_a_document_ends_as_its_tokenizer_says(folder: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "told"),
+    ("beside", "expected"),
     [
         ({"special_tokens_map": {"eos_token": "<f>"}}, "; special_tokens_map.json names '<f>'"),
         ({"generation_config": {"eos_token_id": [7, 5]}}, "; generation_config.json names '<f>' and 'a'"),
@@ -109,14 +109,14 @@ def test_a_document_ends_as_its_tokenizer_says(folder: Path, case: str) -> None:
         ({"special_tokens_map": {"eos_token": {"content": "<e>"}}, "generation_config": {"eos_token_id": None}}, ""),
     ],
 )
-def test_files_that_name_another_end_are_reported(folder: Path, beside: dict[str, Any], told: str) -> None:
+def test_files_that_name_another_end_are_reported(folder: Path, beside: dict[str, Any], expected: str) -> None:
     """The first file decides; a list that contains its token agrees."""
     row = opened(folder, tokenizer(folder, "<e>", "<f>", **names("<e>"), **beside)).rows["end of document"]
-    assert row == f"'<e>', id 6, as tokenizer_config.json says{told}"
+    assert row == f"'<e>', id 6, as tokenizer_config.json says{expected}"
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("vocab.txt", r"vocab\.txt is in another format, which transformers converts: AutoTokenizer"),
         ("tokenizer.model", r"tokenizer\.model is in another format, which"),
@@ -124,11 +124,11 @@ def test_files_that_name_another_end_are_reported(folder: Path, beside: dict[str
         ("tekken.json", r"tekken\.json is in another format: look for a tokenizer\.json"),
     ],
 )
-def test_tokenizers_in_other_formats_are_named(folder: Path, name: str, told: str) -> None:
+def test_tokenizers_in_other_formats_are_named(folder: Path, name: str, message: str) -> None:
     (folder / "older").mkdir()
     (folder / "older" / name).write_text("{}")
     for path in (folder / "older", folder / "older" / name):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             opened(folder, str(path))
 
 
@@ -147,14 +147,14 @@ def test_bytes(folder: Path) -> None:
 
 
 def test_what_is_not_encoded_has_its_own_ends(folder: Path) -> None:
-    for name, told in (("a.txt", "files are joined without a separator"), ("a.npy", "as the ids have it")):
+    for name, expected in (("a.txt", "files are joined without a separator"), ("a.npy", "as the ids have it")):
         if name == "a.txt":
             (folder / name).write_text("some text")
         else:
             np.save(folder / name, np.arange(9))
-        assert open_stream(Data(path=str(folder / name)), 512).rows["end of document"] == told
+        assert open_stream(Data(path=str(folder / name)), 512).rows["end of document"] == expected
         stream = open_stream(Data(path=str(folder / name), end_of_text="x"), 512)
-        assert stream.rows["end of document"] == f"{told}; data.end_of_text applies to text that is encoded here"
+        assert stream.rows["end of document"] == f"{expected}; data.end_of_text applies to text that is encoded here"
 
 
 def test_another_end_is_other_data(folder: Path) -> None:
@@ -164,7 +164,7 @@ def test_another_end_is_other_data(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "told"),
+    ("beside", "message"),
     [
         (names("</s>"), r"tokenizer_config\.json next to it gives eos_token = '</s>', which is not a token"),
         (
@@ -184,9 +184,9 @@ def test_another_end_is_other_data(folder: Path) -> None:
         ),
     ],
 )
-def test_names_that_are_no_tokens_and_the_fix(folder: Path, beside: dict[str, Any], told: str) -> None:
+def test_names_that_are_no_tokens_and_the_fix(folder: Path, beside: dict[str, Any], message: str) -> None:
     file = tokenizer(folder, "<e>", **beside)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         opened(folder, file)
     assert ends(opened(folder, file, end_of_text="<e>")) == {6}
     with pytest.raises(ConfigError, match=r"end_of_text = 'no': no token of data\.tokenizer = .*, or none for no"):

@@ -82,7 +82,7 @@ def test_megatrons_pairs_that_are_not_whole(tmp_path: Path) -> None:
     prefix = megatron(tmp_path / "a", DOCUMENTS)
     index = tmp_path / "a.idx"
     whole = index.read_bytes()
-    for content, told in {
+    for content, message in {
         whole[:-8]: "is cut",
         whole[:20]: "is not Megatron's",
         b"TNTIDX\x00\x00" + whole[8:]: "is not Megatron's",
@@ -91,7 +91,7 @@ def test_megatrons_pairs_that_are_not_whole(tmp_path: Path) -> None:
         whole[:17] + b"\x07" + whole[18:]: "for float32; move the index elsewhere",
     }.items():
         index.write_bytes(content)
-        with pytest.raises(ConfigError, match=rf"a\.bin': its index a\.idx .*{told}"):
+        with pytest.raises(ConfigError, match=rf"a\.bin': its index a\.idx .*{message}"):
             read(prefix.with_suffix(".bin"), 512)
     index.write_bytes(whole)
     with pytest.raises(ConfigError, match=r"dtype = uint16: the ids of .* are int32, as Megatron's a\.idx says; set"):

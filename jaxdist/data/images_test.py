@@ -61,7 +61,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "told"),
+    ("arrays", "message"),
     [
         ({"images": np.zeros((3, 6, 6)), "labels": np.zeros(3, int)}, r"images are \[6, 6, 1\], where model.image = 5"),
         (
@@ -83,9 +83,9 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         ({"images": np.zeros((3, 5, 5))}, "labels is not a file in the archive'; write it with numpy.savez"),
     ],
 )
-def test_wrong_images(tmp_path: Path, arrays: dict[str, np.ndarray], told: str) -> None:
+def test_wrong_images(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
     np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         opened(tmp_path / "a.npz")
 
 
@@ -107,8 +107,8 @@ def test_pixels_that_are_not_finite_are_named(tmp_path: Path, value: float) -> N
     images = RANDOM.random((6, 5, 5, 1), dtype=np.float32)
     images[4, 2, 3, 0] = images[5, 0, 0, 0] = value
     np.savez(tmp_path / "a.npz", images=images, labels=np.zeros(6, int))
-    told = rf"a\.npz': images\[4\] is {value} at \[2, 3, 0\], as are 2 of 6 images not finite somewhere; correct"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"a\.npz': images\[4\] is {value} at \[2, 3, 0\], as are 2 of 6 images not finite somewhere; correct"
+    with pytest.raises(ConfigError, match=message):
         opened(tmp_path / "a.npz")
     np.savez(tmp_path / "a.npz", images=images[:4], labels=np.zeros(4, int))
     assert opened(tmp_path / "a.npz").sequences("train") == 3, "those left out"

@@ -167,10 +167,10 @@ def test_load_balance(hf_reference: Callable[[str], HFReference], monkeypatch: p
     made = hf_reference("qwen3_moe")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager")
     with torch.no_grad():
-        told = theirs(torch.tensor(TOKENS, dtype=torch.long), output_router_logits=True).aux_loss
-    assert balance(made) == pytest.approx(float(told), rel=BOUND)
+        expected = theirs(torch.tensor(TOKENS, dtype=torch.long), output_router_logits=True).aux_loss
+    assert balance(made) == pytest.approx(float(expected), rel=BOUND)
     monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: sums)  # planted: each row separately
-    assert balance(made) != pytest.approx(float(told), rel=1e-3)
+    assert balance(made) != pytest.approx(float(expected), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ BAD_JSON: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", BAD_JSON)
 def test_json_that_is_refused(name: str, tmp_path: Path) -> None:
-    content, says = BAD_JSON[name]
+    content, message = BAD_JSON[name]
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=message) as error:
         read_json(tmp_path / "x.json")
     assert len(repr(error.value)) < 300
 

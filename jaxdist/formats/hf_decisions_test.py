@@ -185,7 +185,7 @@ def test_a_top_level_original_length_has_priority(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "more", "says"),
+    ("model_type", "more", "expected"),
     [
         ("llama", {"layer_types": ["sliding_attention"] * 2}, r"layer_types = .* leave layer_types out"),
         (
@@ -208,9 +208,9 @@ def test_a_top_level_original_length_has_priority(tmp_path: Path) -> None:
         ("llama", {"logits_scaling": 8.0, "residual_multiplier": 0.2}, r"residual_multiplier = 0.2(.|\n)*logits_scal"),
     ],
 )
-def test_what_changes_the_numbers_is_refused(model_type: str, more: dict[str, Any], says: str) -> None:
+def test_what_changes_the_numbers_is_refused(model_type: str, more: dict[str, Any], expected: str) -> None:
     message = values_of(of(model_type, **more))
-    assert isinstance(message, str) and re.search(says, message), message
+    assert isinstance(message, str) and re.search(expected, message), message
 
 
 def test_a_fix_that_leaves_a_key_out_is_right(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def test_a_shard_that_is_not_there(index: str, shard: str, tmp_path: Path) -> No
 
 
 def test_a_file_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
-    says = r"a.pt: the file is missing; copy it there, or download it again$"
-    with pytest.raises(ConfigError, match=says), loading(tmp_path / "a.pt"):
+    message = r"a.pt: the file is missing; copy it there, or download it again$"
+    with pytest.raises(ConfigError, match=message), loading(tmp_path / "a.pt"):
         (tmp_path / "a.pt").read_bytes()
 
 
@@ -75,6 +75,6 @@ def test_a_zip_without_its_end_is_called_cut(kept: float, tmp_path: Path) -> Non
     content = (tmp_path / "whole.pt").read_bytes()
     path = tmp_path / "a.pt"
     path.write_bytes(content[: int(kept * len(content))])
-    says = r"a.pt: it is cut: its end, .* is missing; copy it there, or download it again$"
-    with pytest.raises(ConfigError, match=says), loading(path):
+    message = r"a.pt: it is cut: its end, .* is missing; copy it there, or download it again$"
+    with pytest.raises(ConfigError, match=message), loading(path):
         zipfile.ZipFile(path)

@@ -17,24 +17,24 @@ from jaxdist.convert.kinds import torch_files
 
 def test_pointers_of_git_lfs_are_reported(tmp_path: Path) -> None:
     """Without Git LFS a clone has a pointer in place of each large file."""
-    pointer, told = (
+    pointer, message = (
         f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 9\n",
         "by git lfs pull",
     )
     for name in ("model.safetensors", "config.json", "tokenizer.json", "optimizer.pt"):
         (tmp_path / name).write_text(pointer)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         check_header(tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         read_model(tmp_path)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         make_encoder(str(tmp_path), "auto")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         torch_files.load(tmp_path / "optimizer.pt")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("model.gguf", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
         ("renamed.bin", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
@@ -44,11 +44,11 @@ def test_pointers_of_git_lfs_are_reported(tmp_path: Path) -> None:
         ("model.onnx", b"\x08", "a graph of ONNX"),
     ],
 )
-def test_formats_that_are_not_read(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+def test_formats_that_are_not_read(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(content)
     source = tmp_path / name.partition("/")[0]
-    with pytest.raises(ConfigError, match=f"{source.name} is {says}.*; give the weights as safetensors"):
+    with pytest.raises(ConfigError, match=f"{source.name} is {message}.*; give the weights as safetensors"):
         main([str(source), str(tmp_path / "out")])
 
 

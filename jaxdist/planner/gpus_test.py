@@ -24,10 +24,10 @@ def test_a_chip_is_named(name: str) -> None:
     """hardware.toml's figures agree with XLA's own descriptions."""
     device = shipped()[name]
     assert device.chip
-    said = gpus.target(device)
+    description = gpus.target(device)
     major, minor = device.chip.capability.split(".")
     for text in (f"core_count: {device.chip.cores}", f"major: {major} minor: {minor}", f"NVIDIA {device.known_as}"):
-        assert text in said
+        assert text in description
     with pytest.raises(ConfigError, match="has no table `chip`"):
         gpus.target(device.model_copy(update={"chip": None}))
 

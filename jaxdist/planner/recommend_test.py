@@ -57,9 +57,9 @@ def check(plan: Plan, sentence: str) -> None:
     """Raises AssertionError if a sentence is not true of a plan."""
     lead, _, verdicts = sentence.partition(": ")
     check_lead(plan, lead)
-    for told in verdicts.split("; "):
-        found = VERDICT.fullmatch(told)
-        assert found, told
+    for text in verdicts.split("; "):
+        found = VERDICT.fullmatch(text)
+        assert found, text
         check_verdict(plan, found)
 
 
@@ -166,8 +166,8 @@ def test_every_choice_is_explained() -> None:
     sentences = [sentence for case in CASES for plan in recommended(case)[:3] for sentence in reasons(plan)]
     for begins in ("tensor", "context", "pipeline", "data", "remat", "accumulation"):
         assert any(sentence.startswith(f"{begins} = ") for sentence in sentences)
-    said = "\n".join(sentences)
-    for told in (
+    text = "\n".join(sentences)
+    for phrase in (
         "fsdp divides",
         "zero1 divides",
         "zero2 divides",
@@ -176,7 +176,7 @@ def test_every_choice_is_explained() -> None:
         "longer",
         "cannot be, as",
     ):
-        assert told in said
+        assert phrase in text
 
 
 def test_without_a_choice_nothing_is_reported() -> None:
@@ -207,8 +207,8 @@ def test_without_a_choice_nothing_is_reported() -> None:
 )
 def test_what_is_false_is_caught(case: str, true: str, false: str) -> None:
     plan = recommended(case)[0]
-    said = reasons(plan)
-    planted = [text for sentence in said if (text := re.sub(true, false, sentence, count=1)) != sentence]
+    sentences = reasons(plan)
+    planted = [text for sentence in sentences if (text := re.sub(true, false, sentence, count=1)) != sentence]
     assert planted
     for sentence in planted:
         with pytest.raises((AssertionError, ValueError)):
@@ -268,8 +268,10 @@ def test_the_batch_is_named_where_it_does_not_fit() -> None:
         load("resnet-50", {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "train.batch": 8}), hardware("h100")
     )
     device = alone.hardware.model_copy(update={"memory": 1.001 * alone.memory["peak"] / USABLE})
-    says = r"batch = 16 images cannot be divided over 8 devices so that a step fits in 95% of .*; use --train.batch 8$"
-    with pytest.raises(ConfigError, match=says):
+    message = (
+        r"batch = 16 images cannot be divided over 8 devices so that a step fits in 95% of .*; use --train.batch 8$"
+    )
+    with pytest.raises(ConfigError, match=message):
         recommend(load("resnet-50", {"train.batch": 16}), 8, device)
     assert recommend(load("resnet-50", {"train.batch": 8}), 8, device)
 

@@ -73,13 +73,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_damage_is_found_and_named(tmp_path: Path, how: str) -> None:
-    spoil, says = DAMAGES[how]
+    spoil, message = DAMAGES[how]
     folder = write(tmp_path, 3)
     assert damage(folder) is None
     spoil(folder / "a")
-    assert says in (damage(folder) or "")
+    assert message in (damage(folder) or "")
     by_size = damage(folder, "sizes")
-    assert by_size is None if how in ("flipped", "swapped") else says in (by_size or "")
+    assert by_size is None if how in ("flipped", "swapped") else message in (by_size or "")
 
 
 def test_what_is_sealed_again_is_whole_again(tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ def test_a_manifest_that_is_none(tmp_path: Path, content: str) -> None:
 
 def test_manifests_of_before_have_other_checksums(tmp_path: Path) -> None:
     folder = write(tmp_path, 3)
-    said = json.loads((folder / MANIFEST).read_text())
-    for name, entry in said["files"].items():
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name, entry in manifest["files"].items():
         del entry["xxh128"]
         entry["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    (folder / MANIFEST).write_text(json.dumps(said))
+    (folder / MANIFEST).write_text(json.dumps(manifest))
     assert damage(folder) is None
     (folder / "a").write_bytes((folder / "a").read_bytes()[::-1])
     assert damage(folder) == "its file a has changed since it was written"
@@ -170,8 +170,8 @@ def test_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (run / "4" / MANIFEST).unlink()
     assert newest(run) == 10 and newest_whole(run, "sizes") == 10
     assert newest_whole(run) == 2
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(" is damaged: ")[1] for line in said] == [
+    output = capsys.readouterr().out.splitlines()
+    assert [line.split(" is damaged: ")[1] for line in output] == [
         "its file deep/b has changed since it was written; going back to step 2",
         f"it has no {MANIFEST}; going back to step 2",
     ]
@@ -198,10 +198,10 @@ def test_a_copy_under_the_name_of_another_step(tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "best")
     assert damage(tmp_path / "4") == "it is that of step 2" and newest_whole(tmp_path) == 2
     assert damage(tmp_path / "best") is None
-    said = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({"files": said["files"]}))  # as written by earlier versions
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({"files": manifest["files"]}))  # as written by earlier versions
     assert damage(folder) is None
-    (folder / MANIFEST).write_text(json.dumps(said | {"step": "2" * 1000}))
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"step": "2" * 1000}))
     assert damage(folder) == f"its {MANIFEST} cannot be read"
 
 
@@ -325,17 +325,17 @@ def test_a_run_reports_its_saves(
     for step in (2, 4, 6):
         save(step, message if step == 4 else "")
     why = WRAPPED[message]
-    said = f"the checkpoint of step 4 could not be written to {tmp_path}: {why}; training continues without it\n"
-    assert capsys.readouterr().out.replace("\n", "") == said.replace("\n", "")
+    expected = f"the checkpoint of step 4 could not be written to {tmp_path}: {why}; training continues without it\n"
+    assert capsys.readouterr().out.replace("\n", "") == expected.replace("\n", "")
     assert saves.summary() == {"newest": 6, "failed": {"4": why}}
     saves.check_latest()
     assert kept(saves.summary(), Path("run")).startswith("saved in run; missing checkpoints: 1, the")
     save(8, message)
     assert not saves.missing(8) and saves.missing(10)  # not tried again at the end of the run
     assert kept(saves.summary(), Path("run")).startswith("saved in run up to step 6 only; ")
-    with pytest.raises(TrainingError, match=r"step 8 are not saved.*newest checkpoint is that of step 6: ") as told:
+    with pytest.raises(TrainingError, match=r"step 8 are not saved.*newest checkpoint is that of step 6: ") as raised:
         saves.check_latest()
-    assert ("make room" in str(told.value)) is (why == REASON)  # this helps against nothing else
+    assert ("make room" in str(raised.value)) is (why == REASON)  # this helps against nothing else
 
 
 def test_a_run_of_which_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,12 +363,12 @@ def test_earlier_checkpoints_that_are_removed_in_the_middle_of_a_run(
         return " ".join(capsys.readouterr().out.split())
 
     assert [save(step) for step in (2, 4, 6)] == ["", "", ""]
-    told = f"checkpoints in {tmp_path} were removed during the run: "
-    assert save(8) == f"{told}6" and save(10) == ""
+    message = f"checkpoints in {tmp_path} were removed during the run: "
+    assert save(8) == f"{message}6" and save(10) == ""
     shutil.rmtree(tmp_path / "8")
     reason = "it was removed during the run"
     assert saves.summary() == {"newest": 10, "failed": {"6": reason, "8": reason}}
-    assert " ".join(capsys.readouterr().out.split()) == f"{told}8"
+    assert " ".join(capsys.readouterr().out.split()) == f"{message}8"
     assert "2, the last that of step 8" in kept(saves.summary(), Path("run"))
     saves.check_latest()
 
@@ -391,8 +391,8 @@ def test_what_helps_follows_the_reason(
     monkeypatch.setattr(checkpoints, "LINGER", 0.0)
     reason = os.strerror(number)
     saves = Saves(tmp_path, Checkpoint())
-    told = rf"{reason}.*; there is no checkpoint: {re.escape(helps)}, and"
-    with pytest.raises(TrainingError, match=told), saves.writing(2):
+    message = rf"{reason}.*; there is no checkpoint: {re.escape(helps)}, and"
+    with pytest.raises(TrainingError, match=message), saves.writing(2):
         raise ValueError(f"INTERNAL: Error writing: {reason} [source: file.cc]")
     with pytest.raises(TrainingError, match=rf"{re.escape(helps)}, or give another --output$"), writes_to("--output"):
         raise OSError(number, reason, "report.html")

@@ -105,16 +105,16 @@ def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "fsync", full)
-    said = f"--output {tmp_path}: metrics.jsonl could not be written: {os.strerror(errno.EDQUOT)}; "
+    message = f"--output {tmp_path}: metrics.jsonl could not be written: {os.strerror(errno.EDQUOT)}; "
     if failure == "stop":
         with pytest.raises(
-            TrainingError, match=f"^{re.escape(said)}make room within the quota, or .*, and continue by --resume$"
+            TrainingError, match=f"^{re.escape(message)}make room within the quota, or .*, and continue by --resume$"
         ):
             folder.synchronize()
     else:
         folder.synchronize()
         folder.synchronize()
-        assert capsys.readouterr().out == f"{said}training continues without it\n"  # once
+        assert capsys.readouterr().out == f"{message}training continues without it\n"  # once
         with pytest.raises(TrainingError, match=f"not all of metrics.jsonl .{os.strerror(errno.EDQUOT)}"):
             folder.check_kept(Saves(folder.checkpoints, folder.experiment.checkpoint))
         monkeypatch.undo()
@@ -195,9 +195,9 @@ def test_what_a_resume_is_refused_for(run: Path, tmp_path: Path) -> None:
     given = parsed("--config", "default", "--output", str(run), "--resume", "--data.shuffle", "false")
     with pytest.raises(ConfigError) as error:  # a given config takes effect
         RunFolder(run, given.experiment, resume=True)
-    told = str(error.value)
-    assert "data.shuffle = True, not False and" in told and "model.layers = 2, not 4" in told
-    flags = told.partition("resume it with ")[2].partition(", or give")[0].split()
+    message = str(error.value)
+    assert "data.shuffle = True, not False and" in message and "model.layers = 2, not 4" in message
+    flags = message.partition("resume it with ")[2].partition(", or give")[0].split()
     again = parsed("--config", "default", "--output", str(run), "--resume", *flags)  # as in the message
     RunFolder(run, again.experiment, resume=True)
 
@@ -304,9 +304,12 @@ class TestRunFolder:
             with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged"):
                 RunFolder(tmp_path, Experiment(), resume=True).create(experiment("--steps", "9"), from_step=1)
         assert (tmp_path / "config.toml").read_text() == stored
-        for text, says in (("[model", "--output .*config.toml: "), ("[model]\nlayrs = 2", "config.toml: model.layrs")):
+        for text, message in (
+            ("[model", "--output .*config.toml: "),
+            ("[model]\nlayrs = 2", "config.toml: model.layrs"),
+        ):
             (tmp_path / "config.toml").write_text(text)
-            with pytest.raises(ConfigError, match=says):
+            with pytest.raises(ConfigError, match=message):
                 RunFolder(tmp_path, Experiment(), resume=True)
 
     def test_the_data_of_a_run_are_remembered(self, tmp_path: Path) -> None:
@@ -367,8 +370,8 @@ class TestRunFolder:
             for step in range(1, logged + 1):
                 folder.log({"step": step, "loss": 1.0})
         again = RunFolder(tmp_path, begun, resume=True)
-        told = pytest.raises(ConfigError, match=r"21 steps are logged, and .* holds no checkpoint")
-        with told if refused else nothing():
+        refuses = pytest.raises(ConfigError, match=r"21 steps are logged, and .* holds no checkpoint")
+        with refuses if refused else nothing():
             assert again.resume_from(marker="parameters") is None
 
     def test_an_emptied_config(self, tmp_path: Path) -> None:

@@ -49,11 +49,11 @@ def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
     process.send_signal(signal.SIGUSR1)
     wait(lambda: steps_in(path / "checkpoints"))
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75, said
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75, stderr
     first, last = steps_in(path / "checkpoints")
     assert first < last == len(read_metrics(path)) < 9999
-    assert f"ended by SIGTERM after step {last}; step {last} is saved" in said
+    assert f"ended by SIGTERM after step {last}; step {last} is saved" in stderr
     assert not (path / "summary.json").exists()
     end = str(last + 5)
     for output, more in ((path, ["--resume"]), (straight, [])):

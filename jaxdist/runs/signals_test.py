@@ -104,13 +104,13 @@ def test_handlers_are_put_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "expected"),
     [(Interrupted("ended by SIGTERM"), 75, "error: ended by SIGTERM"), (KeyboardInterrupt(), 130, "interrupted")],
 )
-def test_exit_codes(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(error: BaseException, code: int, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
         raise error
 
     with pytest.raises(SystemExit) as end:
         exit_codes(main)
-    assert end.value.code == code and capsys.readouterr().err == f"{said}\n"
+    assert end.value.code == code and capsys.readouterr().err == f"{expected}\n"

@@ -311,7 +311,7 @@ processes.run(main)
 
 
 @pytest.mark.parametrize(
-    ("plant", "codes", "told"),
+    ("plant", "codes", "expected"),
     [
         ("SIGKILL", [1, -signal.SIGKILL], ["process 1 of 2 ended before the others"]),
         pytest.param(
@@ -324,11 +324,13 @@ processes.run(main)
         ("first", [1, 1], ["the first disk"]),
     ],
 )
-def test_all_end_and_one_reports_why(plant: str, codes: list[int], told: list[str]) -> None:
+def test_all_end_and_one_reports_why(plant: str, codes: list[int], expected: list[str]) -> None:
     """Without a launcher that ends the others, though they wait in a collective, where signals are not handled."""
     ended = ranks("-c", SMALL, PLANT=plant, JAX_PLATFORMS="cpu")
     assert [process.returncode for process in ended] == codes, ended
-    assert len(errors(ended)) == len(told) and all(text in line for text, line in zip(told, errors(ended), strict=True))
+    assert len(errors(ended)) == len(expected) and all(
+        text in line for text, line in zip(expected, errors(ended), strict=True)
+    )
     assert not any("Traceback" in process.stderr for process in ended), ended
 
 
@@ -358,9 +360,9 @@ def test_two_processes_evaluate_as_one(one: Path, tmp_path: Path) -> None:
     found = []
     for name, run in (("one", lambda *command: [command_of_one(*command)]), ("two", ranks)):
         logits = ["--tokens", str(tmp_path / "tokens.npy"), "--logits", str(tmp_path / f"{name}.npy")]
-        told, wrote = run(*common, "--data", str(text), "--json"), run(*common, *logits)
-        assert [process.returncode for process in (*told, *wrote)] == [0] * 2 * len(told), (told, wrote)
-        found.append((json.loads(told[0].stdout), np.load(tmp_path / f"{name}.npy")))
+        losses, wrote = run(*common, "--data", str(text), "--json"), run(*common, *logits)
+        assert [process.returncode for process in (*losses, *wrote)] == [0] * 2 * len(losses), (losses, wrote)
+        found.append((json.loads(losses[0].stdout), np.load(tmp_path / f"{name}.npy")))
     (first, first_logits), (second, second_logits) = found
     assert first["tokens"] == second["tokens"] == 44 * 16
     assert first["loss"] == pytest.approx(second["loss"], rel=1e-12)

@@ -126,7 +126,7 @@ def test_the_first_of_another_machine_says_that_it_cannot_reach_the_address() ->
 
 
 @pytest.mark.parametrize(
-    ("said", "ended"),
+    ("sent", "ended"),
     [
         (rendezvous.DONE, []),
         (rendezvous.REPORTED, [(1, "")]),
@@ -135,7 +135,7 @@ def test_the_first_of_another_machine_says_that_it_cannot_reach_the_address() ->
     ],
 )
 def test_an_end_that_was_not_announced_is_noticed(
-    said: bytes, ended: list[Any], monkeypatch: pytest.MonkeyPatch
+    sent: bytes, ended: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
     noticed = threading.Event()
@@ -147,7 +147,7 @@ def test_an_end_that_was_not_announced_is_noticed(
     monkeypatch.setattr(rendezvous.Contact, "_end", end)
     ours, theirs = socket.socketpair()
     rendezvous.Contact(Launch("torchrun", 2, 0, 0, ("localhost", 1)), {1: ours}, speaks=True)
-    theirs.sendall(said)
+    theirs.sendall(sent)
     theirs.close()
     assert noticed.wait(0.5) == bool(ended)
     assert found == ended

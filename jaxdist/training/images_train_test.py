@@ -62,16 +62,16 @@ def test_statistics_are_kept_and_resume_is_bitwise(run: Path) -> None:
 
 
 def test_evaluation_by_running_statistics(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*more: str) -> Any:
+    def evaluated(*more: str) -> Any:
         capsys.readouterr()
         evaluate(["--checkpoint", str(run), "--json", "--device", "cpu", *more])
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    found = told()
+    found = evaluated()
     assert found.keys() == {"loss", "accuracy", "images"} and found["images"] == 16
     assert 0 <= found["accuracy"] <= 1
-    assert told("--batch", "2")["loss"] == pytest.approx(found["loss"], rel=1e-5), "no statistics of the batch"
-    assert told("--ema")["loss"] != found["loss"]
+    assert evaluated("--batch", "2")["loss"] == pytest.approx(found["loss"], rel=1e-5), "no statistics of the batch"
+    assert evaluated("--ema")["loss"] != found["loss"]
 
 
 def test_other_programs_have_the_same(run: Path, tmp_path: Path) -> None:

@@ -217,9 +217,9 @@ def test_more_devices_of_a_cpu() -> None:
         "print(Sharded.mesh(None, Parallel(mesh='4x1')).size)"
     )
     few = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    told = subprocess.run([sys.executable, "-c", code], env=few, capture_output=True, text=True)
-    assert told.returncode == 1
-    ((name, value),) = re.findall(r"; on a CPU set (\w+)=(\d+) in the environment$", told.stderr.strip())
+    refused = subprocess.run([sys.executable, "-c", code], env=few, capture_output=True, text=True)
+    assert refused.returncode == 1
+    ((name, value),) = re.findall(r"; on a CPU set (\w+)=(\d+) in the environment$", refused.stderr.strip())
     done = subprocess.run([sys.executable, "-c", code], env=few | {name: value}, capture_output=True, text=True)
     assert done.stdout == "4\n", done.stderr
 
@@ -242,8 +242,8 @@ def test_a_file_that_is_found(tmp_path: Path) -> None:
     def loss(m: Any, b: Any) -> Any:
         return whole(m, b) * torch.from_numpy(np.load(tmp_path / "scale.npy"))
 
-    told = refusal(square, {"torch_loss": loss})
-    assert told.endswith("; it is raised by the losses or steps, which have to find it")
+    message = refusal(square, {"torch_loss": loss})
+    assert message.endswith("; it is raised by the losses or steps, which have to find it")
     np.save(tmp_path / "scale.npy", np.ones(()))
     assert not refusal(square, {"torch_loss": loss})
 

@@ -41,19 +41,19 @@ class TestCommand:
         diverged = square(torch_loss=lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean() * math.inf)
         assert self.ended(diverged, monkeypatch, str(tmp_path / "diverged")) == 2
         out, err = capsys.readouterr()
-        told = err.splitlines()
+        lines = err.splitlines()
         assert "FOLDER gets runs" in out
-        assert "is not empty; give another folder" in told[0] and told[1].startswith("error: give one argument")
-        assert "torch-float64, step 1: loss = inf" in told[2]
+        assert "is not empty; give another folder" in lines[0] and lines[1].startswith("error: give one argument")
+        assert "torch-float64, step 1: loss = inf" in lines[2]
 
     @pytest.mark.parametrize(
-        ("folder", "said"),
+        ("folder", "expected"),
         [
             ("wrong", "batches: give one mapping"),
             pytest.param("/proc/nowhere", "folder /proc/nowhere: ", marks=pytest.mark.slow),
         ],
     )
-    def test_bad_input_of_a_script(self, folder: str, said: str, tmp_path: Path) -> None:
+    def test_bad_input_of_a_script(self, folder: str, expected: str, tmp_path: Path) -> None:
         """`main` reports wrong fields and an impossible folder without a traceback."""
         script = tmp_path / "port.py"
         script.write_text(
@@ -62,7 +62,7 @@ class TestCommand:
             encoding="utf-8",
         )
         done = subprocess.run([sys.executable, str(script), folder], capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.startswith(f"error: {said}"), done.stderr
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {expected}"), done.stderr
 
 
 BATCH = {"x": np.ones((4, 6)), "y": np.ones((4, 6))}
@@ -74,7 +74,7 @@ def with_field(array: np.ndarray) -> dict[str, Any]:
 
 class TestBadInput:
     @pytest.mark.parametrize(
-        ("fields", "says"),
+        ("fields", "message"),
         [
             ({"torch_loss": None}, r"jax_loss and torch_loss are missing"),
             ({"torch_step": torch_adamw}, r"jax_step and torch_step belong together"),
@@ -93,8 +93,8 @@ class TestBadInput:
             ({"torch_module": nn.Sequential(nn.Linear(6, 6))}, r"theirs = '2.weight': no such tensor"),
         ],
     )
-    def test_named(self, fields: dict[str, Any], says: str) -> None:
-        with pytest.raises(ConfigError, match=says):
+    def test_named(self, fields: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             square(**fields).check()
 
     @pytest.mark.parametrize("side", ["jax_loss", "torch_loss"])

@@ -186,8 +186,8 @@ def test_the_command_line_of_an_example(
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLE.with_stem(example)), run_name="__main__")
     assert end.value.code == (0 if given == ["--help"] else 2)
-    told = "".join(capsys.readouterr())
-    assert "CONFIG.toml" in told and "RUN_DIR" in told
+    output = "".join(capsys.readouterr())
+    assert "CONFIG.toml" in output and "RUN_DIR" in output
 
 
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -213,15 +213,15 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_an_example_refuses_what_its_loop_does_not_do(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values, says = REFUSED[case]
+    values, message = REFUSED[case]
     config = tmp_path / "config.toml"
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["example", str(config), str(tmp_path / "hf"), str(tmp_path / "run")])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLE.with_stem(case.partition(" ")[0])), run_name="__main__")
     assert end.value.code == 2 and not (tmp_path / "run").exists()
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and all(part in told for part in says), told
+    output = capsys.readouterr().err
+    assert output.startswith("error: ") and all(part in output for part in message), output
 
 
 SCHEDULES = [{"warmup": 3}, {"warmup": 1, "decay_steps": 2}, {"warmup": 0, "decay": "linear"}, {"decay": "constant"}]
@@ -437,15 +437,15 @@ def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         (["--strategy", "zero1"], "--strategy"),
         (["--strategy", "ddp", "--precision", "bf16"], "--strategy"),
         (["--memory.loss_chunks", "4"], r"memory.loss_chunks = 4: .*; leave it out, or use --against torch"),
     ],
 )
-def test_what_transformers_has_not(tmp_path: Path, more: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_what_transformers_has_not(tmp_path: Path, more: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         main(["--against", "transformers", "--mesh", "2x1", "--output", str(tmp_path / "proof"), *more])
 
 

@@ -276,10 +276,10 @@ def test_a_run_with_the_other_gelu_is_named_by_the_nearer_one(
     (check,) = nearness.nearer(pair, exact, other, "model.gelu = exact", FAMILIES["gpt2"].zero_gradients)  # type: ignore[arg-type]
     assert check.holds is holds and (check.of == "gradients at step 1" or not kept), check
     assert not list(nearness.nearer(pair, exact, exact, "none", ()))  # type: ignore[arg-type]
-    told = diagnose(
+    diagnosis = diagnose(
         replace(evidence(exact, theirs, {n: np.ones(STEPS) for n in compare.FLOOR}), other_model="as other")
     )
-    assert told and told.cause == "forward pass or loss" and told.how == "as other"
+    assert diagnosis and diagnosis.cause == "forward pass or loss" and diagnosis.how == "as other"
 
 
 # ---- from the first tensor that differs

@@ -85,9 +85,9 @@ def test_a_run_in_float32_under_a_config_of_float64_is_named_by_that(runs: Any, 
     assert "loss, grad_norm in float32, config says float64" in found.how and "more than" not in found.how
 
 
-def sorted_states(dtype: str, says: str) -> str:
+def sorted_states(dtype: str, configured: str) -> str:
     """The states as listed by a run that sorts its kinds."""
-    return f"exp_avg, exp_avg_sq, weights in {dtype}, config says {says}"
+    return f"exp_avg, exp_avg_sq, weights in {dtype}, config says {configured}"
 
 
 @pytest.mark.parametrize("loop", [Float32Smoothed, Float32NextBatch])

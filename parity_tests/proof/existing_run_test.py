@@ -130,7 +130,7 @@ def test_no_eps_is_asked_of_an_optimizer_without_one(tmp_path: Path) -> None:
 
 
 def test_a_mesh_of_one_device_is_reported(tmp_path: Path) -> None:
-    told = "distribution: nothing to compare for {}, whose mesh is one device"
+    message = "distribution: nothing to compare for {}, whose mesh is one device"
     proof = asked(tmp_path)
     ours, theirs = proof.sides
     assert not any(note.startswith("distribution") for note in judged(proof).notes)
@@ -138,13 +138,13 @@ def test_a_mesh_of_one_device_is_reported(tmp_path: Path) -> None:
     vars(proof)["mesh_of"] = lambda side, kind, devices: TWO if (side, kind) == (ours, "mesh") else ONE
     proof.done[theirs, "mesh"] = made(theirs)
     verdict = proof.verdict()
-    assert told.format(theirs) in verdict.notes
+    assert message.format(theirs) in verdict.notes
     assert {check.about for check in verdict.checks if check.level == "distribution" and check.about} == {
         f"{ours} on the mesh and on one device"
     }
     vars(proof)["mesh_of"] = lambda side, kind, devices: ONE
     proof.done[ours, "mesh"] = proof.done[ours, "one"]
-    assert told.format(f"{ours} and {theirs}") in proof.verdict().notes
+    assert message.format(f"{ours} and {theirs}") in proof.verdict().notes
 
 
 def test_a_run_on_another_mesh_than_was_asked_for(tmp_path: Path) -> None:
@@ -196,10 +196,10 @@ def test_a_run_that_overflowed_all_the_time_is_left_open(tmp_path: Path) -> None
 
 def test_float32_within_float64_is_reported(tmp_path: Path) -> None:
     """A loop in fp64 with norms in float32 differs by little, and a note says why."""
-    for off, told in ((2e-9, True), (2e-5, False)):
+    for off, noted in ((2e-9, True), (2e-5, False)):
         verdict = against(tmp_path, "fp64", off=off).verdict()
         assert verdict.word == "not_equivalent"
-        assert any("computes partly in float32" in note for note in verdict.notes) is told
+        assert any("computes partly in float32" in note for note in verdict.notes) is noted
 
 
 def test_later_gradients_of_a_run_are_compared(tmp_path: Path) -> None:

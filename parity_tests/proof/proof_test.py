@@ -300,8 +300,8 @@ def test_weights_of_any_kind_begin_a_proof(tmp_path: Path) -> None:
 
 
 def test_a_command_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(code: int, said: str) -> None:
-        monkeypatch.setattr(proof, "command", lambda module, *_, **__: CompletedProcess([], code, "", said))
+    def ended(code: int, stderr: str) -> None:
+        monkeypatch.setattr(proof, "command", lambda module, *_, **__: CompletedProcess([], code, "", stderr))
         asked(tmp_path).finish("torch_ref.train")
 
     with pytest.raises(TrainingError, match=r"^python -m torch_ref\.train: ended with -9, without a word$"):

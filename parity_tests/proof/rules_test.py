@@ -144,8 +144,10 @@ def named(wrong: Loop, right: Finished) -> Diagnosis | None:
     bounds = {n: np.full(STEPS, floor) for n, floor in compare.FLOOR.items()}
 
     def batch(step: int) -> Search:
-        said = ours.metrics[step - 1]["loss"], theirs.metrics[step - 1]["loss"]
-        return batches.identify(ours.experiment, ours.before[step], step, said, compare.LOSS) if step == 1 else Search()
+        losses = ours.metrics[step - 1]["loss"], theirs.metrics[step - 1]["loss"]
+        return (
+            batches.identify(ours.experiment, ours.before[step], step, losses, compare.LOSS) if step == 1 else Search()
+        )
 
     def rule(step: int) -> Rules:
         return rules.identify(ours.experiment, ours.before[1], step, (ours.metrics, theirs.metrics), bounds)

@@ -101,8 +101,8 @@ def test_everything_is_reported(whole: str) -> None:
         "data jaxdist 3.00 2.00 1.500 torch_ref 3.00 2.00 1.500",
         "all_gather float32 2 1,048,576",
     )
-    for said in (*numbers, *FIGURES, LONG, FAILS.name, FAILS.why, "✗ 1 of 1 fails", "default & more"):
-        assert said in text, said
+    for phrase in (*numbers, *FIGURES, LONG, FAILS.name, FAILS.why, "✗ 1 of 1 fails", "default & more"):
+        assert phrase in text, phrase
     assert whole.count("<svg") == 5
 
 
@@ -136,12 +136,12 @@ def test_what_is_no_number_is_a_gap_that_is_named(tmp_path: Path) -> None:
     bad = {**one[1].records[4], "gradient/norm.weight": np.full((2, 3), np.nan)}
     one[1].records = {**one[1].records, 4: bad, 9: bad}
     text = text_of(written(tmp_path, Verdict(HOLDS), {"one": one, "mesh": pair(noise=3e-9), "policy": policy}))
-    for said in (
+    for phrase in (
         "torch_ref has no finite number at step 3 (NaN)", "Not within the bound at steps 3, 4, 5 and 6",
         "torch_ref has no finite number at step 5 (∞)", "jaxdist has no finite number at step 4 (NaN)",
         "Closest to its bound: ∞ in norm at step 4, where", "Recorded on one side alone: step 9",
     ):  # fmt: skip
-        assert said in text, said
+        assert phrase in text, phrase
 
 
 def test_layers_are_red_beyond_the_bound_of_their_step(tmp_path: Path) -> None:
@@ -167,13 +167,13 @@ def test_runs_of_unequal_length(tmp_path: Path) -> None:
 def test_missing_pieces_are_reported_as_missing(tmp_path: Path) -> None:
     other = Stub("transformers", run("torch_ref").metrics, {})
     text = text_of(written(tmp_path, Verdict(HOLDS), {"policy": (run("jaxdist"), other), "one": (other, other)}))
-    for said in ("no float64 runs of both sides to derive it from", "transformers: memory not reported",
+    for phrase in ("no float64 runs of both sides to derive it from", "transformers: memory not reported",
                  "Collectives of transformers Not reported", "No gradients were recorded on both sides"):  # fmt: skip
-        assert said in text, said
+        assert phrase in text, phrase
     undecided = Verdict([], open={"precision": "no float64 run"})
     text = text_of(written(tmp_path, undecided, {}))
-    for said in (undecided.sentence, "Not decided: precision", "There are no runs to draw", "? not checked"):
-        assert said in text, said
+    for phrase in (undecided.sentence, "Not decided: precision", "There are no runs to draw", "? not checked"):
+        assert phrase in text, phrase
 
 
 def test_runs_of_the_policy_alone_have_a_heat_map_for_the_eye(tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ def test_where_it_differs_is_reported_where_no_gradients_were_kept(tmp_path: Pat
     page = written(tmp_path, Verdict([*HOLDS, FAILS], cause=cause), {"policy": runs})
     text = text_of(page)[text_of(page).index("Where it differs") :]
     memory = f"Memory: {FAILS.title}: 22,800,000, where 92 is allowed"
-    for said in (f"Cause: {cause}", memory, "Final states by layer", "The largest: 1.0e-06 in weights of embed"):
-        assert said in text, said
+    for phrase in (f"Cause: {cause}", memory, "Final states by layer", "The largest: 1.0e-06 in weights of embed"):
+        assert phrase in text, phrase
     assert seen(page, tmp_path) == ["4 figures"] * len(WIDTHS)
     for side in runs:
         side.states = {}

@@ -189,9 +189,12 @@ def test_a_run_inherits_all_but_the_number_of_devices(monkeypatch: pytest.Monkey
     inherited = environment("--xla_backend_optimization_level=0")
     assert "JAX_NUM_CPU_DEVICES" not in inherited and inherited["JAX_DEFAULT_MATMUL_PRECISION"] == "highest"
     assert inherited["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true --xla_backend_optimization_level=0"
-    told = settings()
-    assert told["JAX_DEFAULT_MATMUL_PRECISION"] == "highest" and told["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true"
-    assert all(inherited[name].startswith(value) for name, value in told.items())
+    variables = settings()
+    assert (
+        variables["JAX_DEFAULT_MATMUL_PRECISION"] == "highest"
+        and variables["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true"
+    )
+    assert all(inherited[name].startswith(value) for name, value in variables.items())
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_folder_of_ids_and_its_content_in_another_order(tmp_path: Path, side: 
     line = [*TINY, "--data.path", str(folder), "--output", str(tmp_path / "run")]
     done = command(TRAIN[side], *line, "--steps", "1")
     assert done.returncode == 0, done.stderr
-    told = " ".join(done.stdout.replace("│", " ").split())
+    message = " ".join(done.stdout.replace("│", " ").split())
     for row in (
         f"194 tokens: uint32 ids, as the content shows (they begin {', '.join(map(str, ids[:4]))}; the greatest seen "
         f"is {ids.max()}); train.bin, for validation val.bin",
@@ -44,7 +44,7 @@ def test_a_folder_of_ids_and_its_content_in_another_order(tmp_path: Path, side: 
         "left alone meta.pkl",
         "epochs 1",
     ):
-        assert row in told
+        assert row in message
     run = Run(side, tmp_path / "run")
     batch = dataset_of(run.experiment).batch(1, 4, 0)
     assert sorted(batch.tokens.ravel().tolist()) == sorted(ids[:-1].tolist())

@@ -63,17 +63,19 @@ def test_a_mixture_of_deepspeed_is_refused_by_name(layout: str, older: bool, tmp
     """Also if only expert files are left; a single one is called a part."""
     tag = LAYOUTS[layout](tmp_path, older)
     experts = sorted(tag.glob("*expert_*"))
-    says = "are experts of DeepSpeed's mixtures, which are not read; load it by DeepSpeed, save all weights under the"
+    message = (
+        "are experts of DeepSpeed's mixtures, which are not read; load it by DeepSpeed, save all weights under the"
+    )
     for read in READERS:
         with pytest.raises(ConfigError, match=r"expert_0_mp_rank_00_model_states\.pt is one expert .*; give its"):
             read(experts[0])
         for path in (tag, tag.parent):
-            with pytest.raises(ConfigError, match=says):
+            with pytest.raises(ConfigError, match=message):
                 read(path)
     for file in {*tag.glob("*.pt")} - {*experts}:
         file.unlink()
     for read in READERS:
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             read(tag)
 
 

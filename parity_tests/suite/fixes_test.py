@@ -32,13 +32,13 @@ def test_settings_that_transformers_is_not_run_with(argv: list[str]) -> None:
     assert first
     for way in first:
         now = {name: value for name, value in (line | way).items() if value}
-        while told := refusal(now, check):
-            assert told.startswith("parallel.mesh"), told  # the strategy names the axis of data
-            now |= next(ways(told))
+        while message := refusal(now, check):
+            assert message.startswith("parallel.mesh"), message  # the strategy names the axis of data
+            now |= next(ways(message))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said", "right"),
+    ("wrong", "message", "right"),
     [
         ([], "--output DIR is missing", ["--output", "new"]),
         (["--output", "new", "--steps", "1"], "give --steps 4 or more", ["--output", "new", "--steps", "4"]),
@@ -54,11 +54,11 @@ def test_settings_that_transformers_is_not_run_with(argv: list[str]) -> None:
     ids=["no output", "steps", "first", "full", "against", "mesh"],
 )
 def test_the_command_line(
-    wrong: list[str], said: str, right: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: list[str], message: str, right: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         asked(wrong)
     asked(right)

@@ -83,8 +83,8 @@ def test_an_exported_run_generates_as_the_folder_that_it_began_with(
 ) -> None:
     """At step 0 the same text from the same bits; after steps, a resume and another format, other weights."""
     run, line = tmp_path / "run", ["--data.path", data, "--train.batch", 4, "--optimizer.decay", "constant"]
-    said = train(side, "--init", folder, "--output", run, "--steps", 0, *line)
-    assert f"{folder}/config.json: attention_dropout = 0.1: jaxdist trains without dropout" in said.replace("\n", "")
+    output = train(side, "--init", folder, "--output", run, "--steps", 0, *line)
+    assert f"{folder}/config.json: attention_dropout = 0.1: jaxdist trains without dropout" in output.replace("\n", "")
     convert([str(run), str(tmp_path / "same"), "--to", "hf"])
     assert "attention_dropout = 0.1: jaxdist trains without dropout" in capsys.readouterr().out
     assert companions(tmp_path / "same") == companions(folder)

@@ -41,8 +41,8 @@ def process(side: str, path: Path, steps: int) -> "subprocess.Popen[str]":
 
 def finished(side: str, path: Path, steps: int) -> Run:
     running = process(side, path, steps)
-    _, said = running.communicate(timeout=300)
-    assert running.returncode == 0, said
+    _, output = running.communicate(timeout=300)
+    assert running.returncode == 0, output
     return Run(side, path)
 
 

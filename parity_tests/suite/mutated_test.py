@@ -256,13 +256,13 @@ def test_several_unreadable_arrays_give_one_error(
         for file in whole.files:
             file.unlink()
             file.write_bytes(content[file].replace(b"<f4", b"<f8"))
-        told = outcome(resumed_by_jaxdist, whole)
+        message = outcome(resumed_by_jaxdist, whole)
         gc.collect()
     finally:
         for file in whole.files:
             file.unlink()
             file.write_bytes(content[file])
-    assert isinstance(told, str) and "Not enough data" in told and not late
+    assert isinstance(message, str) and "Not enough data" in message and not late
     assert isinstance(sys.unraisablehook, orbax_io.WithoutLateErrors)
     another = SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError("another"))
     sys.unraisablehook(another)  # type: ignore[arg-type]
@@ -279,9 +279,9 @@ def test_a_chunk_of_more_memory_than_there_is(sources: Callable[[str], Whole]) -
     try:
         file.unlink()
         file.write_text(json.dumps(described | {"chunks": [2**36, *described["chunks"][1:]]}))
-        told = [outcome(read, whole) for read in (trained_by_jaxdist, resumed_by_jaxdist)]
+        messages = [outcome(read, whole) for read in (trained_by_jaxdist, resumed_by_jaxdist)]
     finally:
         file.unlink()
         file.write_bytes(content)
-    assert all(isinstance(message, str) and f"{whole.path}" in message for message in told), told
-    assert "exp_avg.embed.embedding has chunks of " in told[1]
+    assert all(isinstance(message, str) and f"{whole.path}" in message for message in messages), messages
+    assert "exp_avg.embed.embedding has chunks of " in messages[1]

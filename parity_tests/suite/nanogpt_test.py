@@ -52,13 +52,13 @@ def test_from_a_checkpoint_to_a_proof(tmp_path: Path) -> None:
     }
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
     nanogpt.main(config, tmp_path, tmp_path / "loop")
-    told = [json.loads(line) for line in (tmp_path / "loop" / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "loop" / "metrics.jsonl").read_text().splitlines()]
 
     convert([str(tmp_path / "ckpt.pt"), str(tmp_path / "run")])
     going = {"data.path": data, "data.validation": 0.0, "train.validation_batches": 0}
     resumed = run("jaxdist", tmp_path / "run", tmp_path / "run" / "config.toml", going, "--resume")
     assert [record["step"] for record in resumed.metrics] == [4, 5, 6]
-    for ours, theirs in zip(resumed.metrics, told[nanogpt.SAVED :], strict=True):
+    for ours, theirs in zip(resumed.metrics, records[nanogpt.SAVED :], strict=True):
         for name in ("loss", "grad_norm", "learning_rate"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name
 

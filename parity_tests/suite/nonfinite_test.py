@@ -124,11 +124,11 @@ def test_all_name_a_layers_tensor_alike(kind: str, bad: Path, train: Train, tmp_
     with pytest.raises(ConfigError) as error:
         convert([str(path), str(tmp_path / "other"), "--to", "hf"])
     at = "[2, 1]" if kind == "orbax" else "[1, 2]"
-    says = f": tensor {name} has 3 of 384 values that are NaN or infinite, the first -inf at {at}. "
-    assert says in str(error.value)
+    message = f": tensor {name} has 3 of 384 values that are NaN or infinite, the first -inf at {at}. "
+    assert message in str(error.value)
     for side in SIDES:
         refused = train(side, "--mesh=1x1", "--steps=1", "--init", path)
-        assert refused.returncode == 2 and says in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and message in refused.stderr, refused.stderr
 
 
 @pytest.mark.parametrize(("side", "kind", "name"), [("jaxdist", "orbax", "embedding"), ("torch_ref", "dcp", "weight")])
@@ -164,9 +164,9 @@ def test_second_moments_below_zero_are_refused_and_the_advice_works(run: Path, t
     content = torch.load(file, weights_only=True)
     content["optimizer"]["state"][1]["exp_avg_sq"][0, 1:4] = torch.tensor([-0.0, -1e-9, -2.0])
     torch.save(content, file)
-    says = r"\(exp_avg_sq\) has 2 of \d+ values that are below zero, .* the first -\S+e-10 at \[0, 2\]\. .*--to hf"
+    message = r"\(exp_avg_sq\) has 2 of \d+ values that are below zero, .* the first -\S+e-10 at \[0, 2\]\. .*--to hf"
     for asked in "refuse", "zero":
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             convert([str(file), str(tmp_path / "bad"), "--to", "dcp", "--nonfinite", asked])
     assert [*tmp_path.iterdir()] == [file]
     convert([str(file), str(tmp_path / "weights"), "--to", "hf"])
@@ -216,10 +216,10 @@ COUNTS: list[tuple[tuple[float, float | None, float | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("counts", "says"), COUNTS)
-def test_counts_that_cannot_be_are_refused(counts: tuple[float, float | None, float | None], says: str) -> None:
+@pytest.mark.parametrize(("counts", "message"), COUNTS)
+def test_counts_that_cannot_be_are_refused(counts: tuple[float, float | None, float | None], message: str) -> None:
     check_counts(Path("run/2"), 2, 0, 1.0, 0)
-    with pytest.raises(ConfigError, match=f"checkpoint run/2 has {says}"):
+    with pytest.raises(ConfigError, match=f"checkpoint run/2 has {message}"):
         check_counts(Path("run/2"), 2, *counts)
 
 
@@ -243,8 +243,8 @@ def test_a_narrower_dtype_that_overflows_names_the_dtypes_that_hold_all(run: Pat
     tensors = load_file(source / SINGLE)
     tensors["model.norm.weight"][5] = 1e5
     save_file(tensors, source / SINGLE, {"format": "pt"})
-    says = r"model\.norm\.weight has values beyond its range, 1 of 16, the first 100000 at \[5\]; choose float32 or "
-    with pytest.raises(ConfigError, match=f"--dtype float16: parameter {says}bfloat16 or float64"):
+    message = r"model\.norm\.weight has values beyond its range, 1 of 16, the first 100000 at \[5\]; choose float32 or "
+    with pytest.raises(ConfigError, match=f"--dtype float16: parameter {message}bfloat16 or float64"):
         convert([str(source), str(tmp_path / "narrow"), "--to", "hf", "--dtype", "float16"])
     convert([str(source), str(tmp_path / "narrow"), "--to", "hf", "--dtype", "bfloat16"])
 

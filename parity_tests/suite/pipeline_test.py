@@ -26,9 +26,9 @@ def check(mixed: Runs, record: Record, model: str, mesh: str) -> None:
     assert max(found) <= 1, found
     for made in (jax, torch):
         assert misplaced(made) == []
-    told = jax.summary["pipeline"]
-    assert told["bubble"] == pytest.approx(told["least_bubble"], abs=1e-12)
-    assert told.items() >= torch.summary["pipeline"].items()
+    reported = jax.summary["pipeline"]
+    assert reported["bubble"] == pytest.approx(reported["least_bubble"], abs=1e-12)
+    assert reported.items() >= torch.summary["pipeline"].items()
 
 
 @pytest.mark.parametrize(("model", "mesh"), QUICK)

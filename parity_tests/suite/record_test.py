@@ -96,8 +96,8 @@ def test_a_proof_says_where_its_runs_part(runs: Runs, experiments: dict[str, Pat
         assert bisect.first_step(*made.pair("one"), bounds) == step  # the loss differs later than the tensor
         parting = made.parting(verdict, tmp_path)
         assert parting and (parting.step, parting.tensor) == (1, culprit)
-        told = replace(verdict, parting=parting)
-        assert parting.where in told.sentence and told.as_json()["parting"]["tensor"] == culprit
+        extended = replace(verdict, parting=parting)
+        assert parting.where in extended.sentence and extended.as_json()["parting"]["tensor"] == culprit
     # On a mesh alone: compared with the same side on one device.
     made = proof({})
     wrong = runs("torch_ref", "llama", MESHES["1x1"] | RECORD | {"optimizer.beta1": 0.9001})

@@ -122,8 +122,8 @@ def test_both_refuse_a_damaged_distributed_checkpoint_in_the_same_words(damage: 
     file.unlink()
     if (damaged := DAMAGE[damage](content)) is not None:
         file.write_bytes(damaged)
-    said = {refused(read, tmp_path / "dcp", model) for read in (read_by_jaxdist, read_by_torch_ref)}
-    assert len(said) == 1 and re.search(rf"{file.name}: (it|the file) is ", said.pop())
+    messages = {refused(read, tmp_path / "dcp", model) for read in (read_by_jaxdist, read_by_torch_ref)}
+    assert len(messages) == 1 and re.search(rf"{file.name}: (it|the file) is ", messages.pop())
     file.write_bytes(content)
     for read in (read_by_jaxdist, read_by_torch_ref):
         assert read(tmp_path / "dcp", model)

@@ -249,8 +249,8 @@ def test_both_take_it_alike(name: str, tmp_path: Path) -> None:
     kind, write, model, tells = SOURCES[name]
     path = write(tmp_path, as_it_is)
     assert kind_of(path) == kind
-    told = [parsed(side, path).model for side in SIDES]
-    assert told[0] == told[1] and (told[0] == model) == tells
+    models = [parsed(side, path).model for side in SIDES]
+    assert models[0] == models[1] and (models[0] == model) == tells
     jax_side, ref = read_by_jaxdist(path, model), read_by_torch_ref(path, model)
     assert {*jax_side} == {*ref} and len({array.tobytes() for array in ref.values()}) > len(ref) / 2
     assert all(bits(jax_side[n]) == ref[n].tobytes() for n in ref)
@@ -348,9 +348,11 @@ def test_a_layer_of_an_orbax_checkpoint_is_named_by_the_array_and_its_place(tmp_
     _, write, model, _ = SOURCES["the Trainer"]
     convert([str(write(tmp_path, not_finite)), str(tmp_path / "run"), "--nonfinite", "keep"])
     (name,) = (n for n, a in arrays(checkpoint_in(tmp_path / "run")).items() if np.isnan(numbers_of(tmp_path, a)).any())
-    says = rf"tensor {re.escape(name)}\[1\] has 1 of \d+ values that are NaN or infinite, the first nan at \[1, 1\]\."
+    expected = (
+        rf"tensor {re.escape(name)}\[1\] has 1 of \d+ values that are NaN or infinite, the first nan at \[1, 1\]\."
+    )
     message = refused(read_by_torch_ref, tmp_path / "run", model)
-    assert re.search(says, message) and message == refused(read_by_jaxdist, tmp_path / "run", model)
+    assert re.search(expected, message) and message == refused(read_by_jaxdist, tmp_path / "run", model)
 
 
 def state(folder: Path, tree: Any = None, **options: Any) -> Path:

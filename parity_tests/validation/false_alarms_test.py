@@ -96,8 +96,8 @@ def test_an_alarm_is_one_and_stays_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert made(monkeypatch, Judged([CASE]), tmp_path, "--seeds", "1") == NOT_EQUIVALENT
-    assert "1 false alarms" in (said := capsys.readouterr().out)
-    assert f"{CASE}: Not equivalent: 1 of 1 checks fail" in said
+    assert "1 false alarms" in (output := capsys.readouterr().out)
+    assert f"{CASE}: Not equivalent: 1 of 1 checks fail" in output
     assert (tmp_path / "alarms" / "llama-0" / "runs").is_dir()
     assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1") == NOT_EQUIVALENT
     # the requested part is complete

@@ -135,13 +135,13 @@ LATER = ("any path in an index", "keys twice in config.json", "layers without en
 @pytest.mark.long
 @pytest.mark.parametrize("name", often(PLANTS, PLANTS.keys() - LATER))
 def test_a_planted_mistake_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, plants, says = PLANTS[name]
+    kind, plants, finding = PLANTS[name]
     for plant in plants:
         monkeypatch.setattr(*plant)
     with pytest.raises(Exception) as found:
         fuzz.fuzz(kind, tmp_path / kind, 2000, 0)
     errors = getattr(found.value, "exceptions", [found.value])
-    assert any(says in str(error) for error in errors), errors
+    assert any(finding in str(error) for error in errors), errors
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_without_its_check_a_kept_file_fails_again(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("before", "code", "says"),
+    ("before", "code", "expected"),
     [
         ("while True: pass", -signal.SIGPROF, "in parse"),
         ("bytearray(2_100_000_000)", 1, "MemoryError"),
@@ -178,9 +178,9 @@ def test_without_its_check_a_kept_file_fails_again(
     ],
     ids=["hang", "memory", "crash"],
 )
-def test_a_process_that_cannot_say_so_itself(before: str, code: int, says: str, tmp_path: Path) -> None:
+def test_a_process_that_cannot_say_so_itself(before: str, code: int, expected: str, tmp_path: Path) -> None:
     planted = f"from parity_tests.validation import fuzz\nfuzz.SECONDS = 1\ndef parse(text):\n  {before}\n"
     done = run(
         tmp_path, "--kinds", "config", before=f"{planted}from jaxdist.config import bounded\nbounded.parse = parse"
     )
-    assert done.returncode == code and says in done.stderr, done.stderr
+    assert done.returncode == code and expected in done.stderr, done.stderr

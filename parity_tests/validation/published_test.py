@@ -34,8 +34,8 @@ def test_unknown_rates_of_torchtitans_gpus(run: Run) -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_the_readme_has_both_ratios(run: Run) -> None:
-    told = f"| {run.pace:,.0f} {run.unit} |"
-    row = next(line for line in README.read_text(encoding="utf-8").splitlines() if told in line)
+    message = f"| {run.pace:,.0f} {run.unit} |"
+    row = next(line for line in README.read_text(encoding="utf-8").splitlines() if message in line)
     assert f"| {ratio(run):.2f} | {ratio(run, overlap=True):.2f} |" in row
 
 

@@ -240,9 +240,9 @@ def test_the_way_to_a_run_and_to_transformers(layout: Any, tmp_path: Path, capsy
     shared: dict[str, Any] = {"shared_params": {"lm_head.weight": "model.embed_tokens.weight"}}
     tag = layout(tmp_path / "run", trained, **shared)
     main([str(tag), str(tmp_path / "out"), "--verify"])
-    said = capsys.readouterr().out
-    assert f"step {STEP}, with the state of adamw" in said
-    assert ("what stays behind: the bfloat16 copy of the fp32 weights" in said) == (layout is zero_2)
+    output = capsys.readouterr().out
+    assert f"step {STEP}, with the state of adamw" in output
+    assert ("what stays behind: the bfloat16 copy of the fp32 weights" in output) == (layout is zero_2)
     main([str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"])
     there = load_torch(tmp_path / "hf/model.safetensors")
     assert all(torch.equal(there[name], tensor) for name, tensor in trained.tensors.items())
@@ -297,7 +297,7 @@ def test_its_own_schedule(kind: str, skipped: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "given", "says"),
+    ("config", "given", "expected"),
     [
         (
             {"bf16": {"enabled": True}, "gradient_clipping": 0.5, "train_batch_size": 32,
@@ -314,14 +314,14 @@ def test_its_own_schedule(kind: str, skipped: int, tmp_path: Path) -> None:
     ids=["all", "fp16", "auto", "partly given", "another policy"],
 )  # fmt: skip
 def test_what_ds_config_says_is_kept_beside_what_is_given(
-    config: dict[str, Any], given: dict[str, Any], says: tuple[Any, ...], tmp_path: Path
+    config: dict[str, Any], given: dict[str, Any], expected: tuple[Any, ...], tmp_path: Path
 ) -> None:
     trained = Trained(tmp_path)
     tag = zero_2(tmp_path / "run", trained, ds_config=config)
     wanted = Experiment.parse({"model": LLAMA.model_dump(), "data": {"sequence": 8}, **given}, "x") if given else None
     e = read_content(tag, wanted=wanted).experiment
     found = (e.precision.policy, e.precision.compute, e.optimizer.clip, e.train.batch, e.train.accumulation)
-    assert found == says
+    assert found == expected
 
 
 @pytest.mark.long
@@ -330,11 +330,11 @@ def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.Cap
     long = {"warmup_num_steps": 150, "warmup_max_lr": PEAK, "total_num_steps": TOTAL}
     tag = scheduled(tmp_path / "warm", "WarmupDecayLR", long, 2e-4)
     assert read_content(tag).experiment.optimizer.learning_rate == 2e-4
-    said = capsys.readouterr().out
-    assert "its WarmupDecayLR still warms up" in said
-    told = re.search(r"from step 152 on it is (.*), for --model and --peak schedule", said)
-    assert told
-    fields = told[1].replace("linear", '"linear"').replace(", ", "\n")
+    output = capsys.readouterr().out
+    assert "its WarmupDecayLR still warms up" in output
+    found = re.search(r"from step 152 on it is (.*), for --model and --peak schedule", output)
+    assert found
+    fields = found[1].replace("linear", '"linear"').replace(", ", "\n")
     model = tmp_path / "model.toml"
     given = experiment_for(LLAMA.model_dump(), "test").model_dump(exclude_none=True)
     model.write_text(Experiment.parse(given | {"optimizer": tomllib.loads(fields)}, "test").to_toml())

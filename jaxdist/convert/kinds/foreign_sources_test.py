@@ -265,8 +265,8 @@ class TestDistributed:
         source, run, *model = self.saved(
             tmp_path / "dcp", {"model": dict(tree["model"]), "optimizer": {"state": {name: state}}}
         )
-        says = {"uncounted": "no count of its steps", "max_exp_avg_sq": "its optimizer is AMSGrad, a rule that"}
-        with pytest.raises(ConfigError, match=says.get(kind, f"its optimizer keeps .*{kind}")):
+        message = {"uncounted": "no count of its steps", "max_exp_avg_sq": "its optimizer is AMSGrad, a rule that"}
+        with pytest.raises(ConfigError, match=message.get(kind, f"its optimizer keeps .*{kind}")):
             main([source, run, *model])
         main([source, run, *model, "--to", "hf"])  # a folder has no optimizer
 
@@ -326,7 +326,7 @@ def rectified(tree: Any) -> None:
 
 class TestOptimizers:
     @pytest.mark.parametrize(
-        ("change", "says"),
+        ("change", "message"),
         [
             (momentum, "is NAdam"),
             (product, "is NAdam"),
@@ -334,13 +334,13 @@ class TestOptimizers:
             (rectified, "is RAdam"),
         ],
     )
-    def test_another_than_adamw_is_refused(self, change: Callable[[Any], None], says: str, tmp_path: Path) -> None:
+    def test_another_than_adamw_is_refused(self, change: Callable[[Any], None], message: str, tmp_path: Path) -> None:
         """Nothing is dropped silently."""
         file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
         tree = torch.load(file, weights_only=True)
         change(tree)
         torch.save(tree, file)
-        with pytest.raises(ConfigError, match=rf"its optimizer .*{says}.*take the weights alone, --to hf"):
+        with pytest.raises(ConfigError, match=rf"its optimizer .*{message}.*take the weights alone, --to hf"):
             main([str(file), str(tmp_path / "run")])
         assert source_experiment(file).model == MODEL  # as `--init` and `evaluate` read it
         main([str(file), str(tmp_path / "hf"), "--to", "hf"])  # a folder has no optimizer
@@ -431,10 +431,10 @@ class TestHostile:
     @pytest.mark.parametrize("name", HOSTILE)
     @pytest.mark.parametrize("line", [["--inspect"], ["run"]])
     def test_a_file_that_cannot_be_gone_through(self, name: str, line: list[str], tmp_path: Path) -> None:
-        change, says = HOSTILE[name]
+        change, message = HOSTILE[name]
         file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
         change(file)
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             main([str(file), *(str(tmp_path / part) if part == "run" else part for part in line)])
         assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 

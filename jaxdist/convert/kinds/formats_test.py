@@ -107,16 +107,16 @@ def test_there_and_back(pair: tuple[str, str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["orbax", "dcp"])
 def test_no_number_is_read_again_for_its_checksum(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest gets checksums computed while arrays are in memory, under the names of their files."""
-    told, seal = list[tuple[int, bool]](), checkpoints.seal
+    seals, seal = list[tuple[int, bool]](), checkpoints.seal
 
     def spied(folder: Path, known: Mapping[str, str], **facts: Any) -> None:
-        told.append((len(known), all((folder / name).is_file() for name in known)))
+        seals.append((len(known), all((folder / name).is_file() for name in known)))
         seal(folder, known, **facts)
 
     monkeypatch.setattr(checkpoints, "seal", spied)
     content = content_of(MODELS["Qwen3ForCausalLM"])
     written(tmp_path / "run", kind, content)
-    assert told == [(sum(map(len, Conversion(content, LAYERS).groups.values())), True)]
+    assert seals == [(sum(map(len, Conversion(content, LAYERS).groups.values())), True)]
 
 
 def test_a_planted_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +288,8 @@ class TestCommandLine:
     def test_verify(self, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         source = written(tmp_path / "a", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
         main([str(source), str(tmp_path / "b"), "--to", target, "--verify"])
-        said = capsys.readouterr().out
-        assert "tensors read again are equal to the bit" in said and "logits of a probe batch, 2×12×7" in said
+        output = capsys.readouterr().out
+        assert "tensors read again are equal to the bit" in output and "logits of a probe batch, 2×12×7" in output
         main([str(source), str(tmp_path / "c"), "--to", target, "--verify", "--dtype", "bfloat16"])
         assert "is what rounding to bfloat16 may do" in capsys.readouterr().out
 
@@ -314,8 +314,8 @@ class TestCommandLine:
 
         monkeypatch.setattr(dcp_files, "read_content", otherwise)
         monkeypatch.setattr(verify, "logits", counted)
-        says = {"a number": "as other numbers", "the step": "step 7 was .* as 8", "a logit": "logits .* differ by"}
-        with pytest.raises(TrainingError, match=says[wrong]):
+        message = {"a number": "as other numbers", "the step": "step 7 was .* as 8", "a logit": "logits .* differ by"}
+        with pytest.raises(TrainingError, match=message[wrong]):
             main([str(source), str(tmp_path / "b"), "--to", "dcp", "--verify"])
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

@@ -55,11 +55,11 @@ def test_which_files_come_along(way: list[str], tmp_path: Path, capsys: pytest.C
     for name in [*way, "back"]:
         kind = {"a.pt": "torch", "dcp": "dcp", "back": "hf"}.get(name, "orbax")
         main([str(source), str(tmp_path / name), "--to", kind])
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         behind = sorted({*(name.split("/")[0] for name in BEHIND), "linked.txt", "pipe"})
         first = ", ".join(behind[: len(behind) - 3])
-        assert (f"a: what stays behind: {first} and 3 more\n" in said) == (source.name == "a")
-        assert ("what stays behind" in said) == (source.name == "a")
+        assert (f"a: what stays behind: {first} and 3 more\n" in output) == (source.name == "a")
+        assert ("what stays behind" in output) == (source.name == "a")
         source = tmp_path / name
     assert beside_weights(source) == ALONG and tensors(source) == right
 

@@ -33,9 +33,9 @@ def lone(tmp_path: Path) -> Path:
     return folder
 
 
-def refused(folder: Path, says: str, to: str = "orbax") -> None:
+def refused(folder: Path, message: str, to: str = "orbax") -> None:
     target = folder.parent.parent / "target"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         main([str(folder), str(target), "--to", to])
     assert not target.exists()
 
@@ -79,11 +79,11 @@ def test_a_chunk_that_is_missing(lone: Path) -> None:
 @pytest.mark.long
 def test_a_chunk_that_stands_for_much_more_than_the_array(lone: Path) -> None:
     array = lone / ARRAY
-    said = json.loads((array / ".zarray").read_text())
-    rows = 200_000_000 // 4 // said["shape"][1]
-    said |= {"chunks": [rows, said["shape"][1]], "compressor": {"id": "zlib", "level": 1}}
-    (array / ".zarray").write_text(json.dumps(said))
-    (array / "0.0").write_bytes(zlib.compress(bytes(4 * rows * said["shape"][1]), 1))
+    metadata = json.loads((array / ".zarray").read_text())
+    rows = 200_000_000 // 4 // metadata["shape"][1]
+    metadata |= {"chunks": [rows, metadata["shape"][1]], "compressor": {"id": "zlib", "level": 1}}
+    (array / ".zarray").write_text(json.dumps(metadata))
+    (array / "0.0").write_bytes(zlib.compress(bytes(4 * rows * metadata["shape"][1]), 1))
     tracemalloc.start()
     refused(lone, "embed.embedding has chunks of 200,000,000 bytes")
     assert tracemalloc.get_traced_memory()[1] < 50_000_000
@@ -94,9 +94,9 @@ def test_an_array_called_like_a_place_outside(lone: Path, tmp_path: Path) -> Non
     shutil.move(lone / ARRAY, tmp_path / "elsewhere")
     file = lone / "parameters" / "_METADATA"
     text = file.read_text()
-    for name, says in ((str(tmp_path / "elsewhere"), "is outside of"), ("../../../elsewhere", "is outside of")):
+    for name, expected in ((str(tmp_path / "elsewhere"), "is outside of"), ("../../../elsewhere", "is outside of")):
         file.write_text(text.replace("embed.embedding", name))
-        refused(lone, says)
+        refused(lone, expected)
 
 
 def optimizers() -> dict[str, Any]:

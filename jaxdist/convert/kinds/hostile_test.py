@@ -98,8 +98,8 @@ def test_a_header_that_lies(lie: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lie", BY_US)
 def test_a_header_that_lies_in_what_the_library_takes(lie: str, tmp_path: Path) -> None:
-    content, says = BY_US[lie]
-    assert says in refused(tmp_path, content)
+    content, message = BY_US[lie]
+    assert message in refused(tmp_path, content)
 
 
 @pytest.mark.parametrize("lie", ["tensor given twice", "metadata given twice"])
@@ -112,10 +112,10 @@ def test_without_our_check_the_library_takes_it(lie: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("lie", UNREADABLE)
 def test_a_tensor_that_numpy_cannot_hold(lie: str, tmp_path: Path) -> None:
-    content, says = UNREADABLE[lie]
+    content, message = UNREADABLE[lie]
     (tmp_path / SINGLE).write_bytes(content)
     tensors = Tensors(tmp_path)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         tensors.read("a")
 
 
@@ -169,20 +169,20 @@ def test_an_index_of_files_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("places", "message"),
     [
         ({"a": "2", "b": "1"}, "tensor a in 2.safetensors, and it is in 1.safetensors"),
         ({"a": "1", "b": "2", "c": "1"}, "tensor c in 1.safetensors, and no file of the folder has it"),
     ],
 )
-def test_an_index_that_lies(said: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_an_index_that_lies(places: dict[str, str], message: str, tmp_path: Path) -> None:
     save_file({"a": np.ones(2)}, tmp_path / "1.safetensors")
     save_file({"b": np.ones(3)}, tmp_path / "2.safetensors")
     right = {"a": "1.safetensors", "b": "2.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": right}))
     assert sorted(Tensors(tmp_path).described) == ["a", "b"]
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {n: f"{file}.safetensors" for n, file in said.items()}}))
-    with pytest.raises(ConfigError, match=rf"{INDEX}: its weight_map has {says}; give the index that belongs"):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {n: f"{file}.safetensors" for n, file in places.items()}}))
+    with pytest.raises(ConfigError, match=rf"{INDEX}: its weight_map has {message}; give the index that belongs"):
         Tensors(tmp_path)
 
 
@@ -248,12 +248,12 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "says"), ABSURD, ids=[says for _, says in ABSURD])
-def test_an_absurd_config_names_its_key(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("settings", "expected"), ABSURD, ids=[expected for _, expected in ABSURD])
+def test_an_absurd_config_names_its_key(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError) as error:
         read_model(tmp_path)
-    assert says in str(error.value) and str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert expected in str(error.value) and str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
     assert len(str(error.value)) < 500
 
 
@@ -280,9 +280,9 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_a_config_that_is_none(name: str, tmp_path: Path) -> None:
-    content, says = BAD_FILES[name]
+    content, message = BAD_FILES[name]
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"config.json: .*{says}"):
+    with pytest.raises(ConfigError, match=rf"config.json: .*{message}"):
         read_model(tmp_path)
 
 
@@ -305,7 +305,7 @@ RESNET = to_settings(ResNet(family="resnet", block="basic", stem=8, depths=(1,),
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         (LLAMA | {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers = 2147483647; give"),
         (LLAMA | {"num_hidden_layers": MOST_LAYERS}, "absent there"),  # the most layers accepted; fails at once
@@ -338,10 +338,12 @@ RESNET = to_settings(ResNet(family="resnet", block="basic", stem=8, depths=(1,),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.timeout(30)
-def test_the_command_line_refuses_an_absurd_model_at_once(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_the_command_line_refuses_an_absurd_model_at_once(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(settings))
     save_file({"model.norm.weight": np.ones(8, np.float32)}, tmp_path / "hf" / SINGLE)
-    with pytest.raises(ConfigError, match=rf"hf.*{says}"):
+    with pytest.raises(ConfigError, match=rf"hf.*{message}"):
         main([str(tmp_path / "hf"), str(tmp_path / "run")])
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -131,7 +131,7 @@ class TestFiles:
             torch_files.read_content(self.changed(own, experiment=whole | experiment))
 
     @pytest.mark.parametrize(
-        ("name", "changes", "says"),
+        ("name", "changes", "message"),
         [
             ("Qwen2ForCausalLM", {"layers": 300_000}, "model.layers = 300000 is absurd; use at most 10,000"),
             ("GPT2LMHeadModel", {"layers": 300_000}, "model.layers = 300000 is absurd"),
@@ -140,11 +140,11 @@ class TestFiles:
         ],
     )
     @pytest.mark.timeout(30)
-    def test_an_absurd_experiment(self, name: str, changes: dict[str, int], says: str, tmp_path: Path) -> None:
+    def test_an_absurd_experiment(self, name: str, changes: dict[str, int], message: str, tmp_path: Path) -> None:
         own = written(tmp_path / "own.pt", "torch", content_of(MODELS[name]))
         experiment = torch.load(own, weights_only=True)["experiment"]
         experiment["model"] |= changes
-        with pytest.raises(ConfigError, match=f"own.pt: .*{says}"):
+        with pytest.raises(ConfigError, match=f"own.pt: .*{message}"):
             torch_files.read_content(self.changed(own, experiment=experiment))
 
     def test_a_log_nested_deeply(self, own: Path) -> None:

@@ -93,8 +93,8 @@ def test_an_optimizer_with_names_of_either_module(prefix: str, tmp_path: Path) -
     same_as_without(tmp_path)
 
 
-def refused(folder: Path, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         main([str(folder / "a.ckpt"), str(folder / "run"), *config(folder)])
     assert not (folder / "run").exists()
 
@@ -104,7 +104,7 @@ def test_weights_are_looked_at_before_the_optimizer(tmp_path: Path) -> None:
     found = lightning(tmp_path / "a.ckpt", "net.")
     state = dict(found["state_dict"])
     norm = "net.model.norm.weight"
-    for wrong, says in (
+    for wrong, expected in (
         (
             {n: t for n, t in state.items() if n != norm},
             "tensor model.norm.weight is absent there, and .*; give weights",
@@ -120,7 +120,7 @@ def test_weights_are_looked_at_before_the_optimizer(tmp_path: Path) -> None:
         (state | {norm: torch.ones(9)}, r"tensor net.model.norm.weight is \(9,\) there, and \(8,\) in the model"),
     ):
         torch.save(found | {"state_dict": wrong}, tmp_path / "a.ckpt")
-        refused(tmp_path, says)
+        refused(tmp_path, expected)
 
 
 @pytest.mark.long
@@ -191,8 +191,8 @@ def test_the_rule_of_a_scheduler_goes_on(name: str, tmp_path: Path, capsys: pyte
     torch.save(found, tmp_path / "a.ckpt")
     (tmp_path / "config.json").write_text(json.dumps(to_settings(MODEL, "float32")))
     main([str(tmp_path / "a.ckpt"), str(tmp_path / "run")])
-    said = capsys.readouterr().out
-    assert ("its schedule continues" in said) == (not unlike) and unlike in said
+    output = capsys.readouterr().out
+    assert ("its schedule continues" in output) == (not unlike) and unlike in output
     e = load(tmp_path / "run" / "config.toml", {})
     if unlike:  # the current rate stays
         assert [rate_at(e, 8 + k) for k in range(12)] == pytest.approx([right[0]] * 12)

@@ -119,7 +119,7 @@ def test_other_files_of_llmc_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is an optimizer's state of llm.c's; give the model_\*.bin"):
         main([str(state_file), str(tmp_path / "run")])
     main([str(file), str(tmp_path / "run")])
-    for change, says in (
+    for change, message in (
         (whole[:-4], r"has [\d,]+ bytes, where its header says"),
         (whole + b"1234", r"has [\d,]+ bytes, where its header says"),
         (whole[:4] + (7).to_bytes(4, "little") + whole[8:], "version 7 of llm.c's model files; give one of 3, 5"),
@@ -129,7 +129,7 @@ def test_other_files_of_llmc_are_refused(tmp_path: Path) -> None:
         (whole[:100], "bytes early; use a whole copy"),
     ):
         file.write_bytes(change)
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             main([str(file), str(tmp_path / "other")])
         assert not (tmp_path / "other").exists()
 

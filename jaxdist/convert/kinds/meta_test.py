@@ -169,12 +169,12 @@ def test_its_listing_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFi
     folder = saved(tmp_path / "meta", [drawn()])
     (folder / "params.json").write_text(json.dumps(PARAMS | {"use_scaled_rope": True}))
     main(["--inspect", str(folder), "--json"])
-    said = capsys.readouterr()
-    assert json.loads(said.out)["kind"] == "meta"
-    assert "its rotation is taken to be stretched by" in said.err
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["kind"] == "meta"
+    assert "its rotation is taken to be stretched by" in captured.err
     main(["--inspect", str(folder)])
-    said = capsys.readouterr()
-    assert "its rotation is taken to be stretched by" in said.out and not said.err
+    captured = capsys.readouterr()
+    assert "its rotation is taken to be stretched by" in captured.out and not captured.err
 
 
 def test_its_tokenizer_goes_along(tmp_path: Path) -> None:

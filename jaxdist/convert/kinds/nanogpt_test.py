@@ -34,7 +34,7 @@ def get_lr(it: int) -> float:
 
 
 def test_a_precision_that_is_partly_given_keeps_the_policy_of_the_loop() -> None:
-    told = {"model": {"family": "gpt2"}, "precision": {"policy": "fp16"}}
+    values = {"model": {"family": "gpt2"}, "precision": {"policy": "fp16"}}
     for given, policy, compute in (
         ({"growth_interval": 9}, "fp16", "float16"),
         ({"parameters": "float16"}, "fp16", "float16"),
@@ -42,7 +42,7 @@ def test_a_precision_that_is_partly_given_keeps_the_policy_of_the_loop() -> None
         ({"compute": "float32"}, "fp16", "float32"),
     ):
         wanted = Experiment.parse({"model": {"family": "gpt2"}, "precision": given}, "x")
-        found = filled(told, wanted, "x").precision
+        found = filled(values, wanted, "x").precision
         assert (found.policy, found.compute) == (policy, compute)
         assert {name: getattr(found, name) for name in given} == given
 
@@ -183,16 +183,16 @@ def test_another_rate_is_refused_and_a_flag_decides(
     """Both fixes in the message work."""
     another_rate(tmp_path)
     model = config(tmp_path, *SCHEDULE) if whose == "--model" else []
-    says = (
+    expected = (
         rf"current rate is 1e-05, and the schedule of {whose} has .* at step 9 and .* at step 10; give --peak schedule"
     )
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=expected):
         converted(tmp_path, *model)
     assert not (tmp_path / "run").exists()
     assert rate_at(converted(tmp_path, *model, "--peak", "schedule"), 10) == pytest.approx(get_lr(9))
     assert converted(tmp_path, *model, "--peak", "now").optimizer.learning_rate == 1e-5
-    told = f"its current rate, 1e-05, becomes the peak of the schedule of {whose}, which has 0.000"
-    assert told in capsys.readouterr().out
+    message = f"its current rate, 1e-05, becomes the peak of the schedule of {whose}, which has 0.000"
+    assert message in capsys.readouterr().out
 
 
 def test_weights_that_do_not_fit_its_arguments(tmp_path: Path) -> None:

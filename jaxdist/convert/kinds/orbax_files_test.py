@@ -29,5 +29,5 @@ def test_orbax_does_not_miss_metadata_of_arrays(
         main([tree, theirs, "--mapping", "maxtext"])
         main([theirs, str(tmp_path / "tree again"), "--mapping", "maxtext", "--like", tree])
         logging.getLogger("absl").warning("ArrayMetadata")
-    said = [record.getMessage() for record in caplog.records if record.name == "absl"]
-    assert [line for line in said if "ArrayMetadata" in line] == ["ArrayMetadata"]
+    messages = [record.getMessage() for record in caplog.records if record.name == "absl"]
+    assert [line for line in messages if "ArrayMetadata" in line] == ["ArrayMetadata"]

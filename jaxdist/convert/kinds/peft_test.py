@@ -126,7 +126,7 @@ def test_a_bfloat16_base_is_rounded_once(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "settings", "says"),
+    ("tensors", "settings", "message"),
     [
         (pair(QUERY, 32, 32), {"peft_type": "IA3"}, "peft_type = 'IA3': not merged here; merge it by PEFT's merge_and"),
         (pair(QUERY, 32, 32), {"use_dora": True}, "use_dora = True: not merged here"),
@@ -143,9 +143,9 @@ def test_a_bfloat16_base_is_rounded_once(llama: Path, tmp_path: Path) -> None:
          r"a: \S+q_proj makes finite weights infinite or NaN; give an adapter whose"),
     ],
 )  # fmt: skip
-def test_adapters_that_do_not_fit(tensors: Any, settings: Any, says: str, llama: Path, tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit(tensors: Any, settings: Any, message: str, llama: Path, tmp_path: Path) -> None:
     folder = adapter(tmp_path / "a", tensors, **settings)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         main([str(llama), str(tmp_path / "out"), "--adapter", str(folder)])
     assert not (tmp_path / "out").exists()
 
@@ -161,11 +161,11 @@ def test_a_head_that_the_base_ties_is_named(gpt2: Path, tmp_path: Path) -> None:
 def test_an_adapter_is_recognized(llama: Path, tmp_path: Path) -> None:
     """Following the message's fix merges it."""
     folder = adapter(tmp_path / "a", pair(QUERY, 32, 32))
-    says = (
+    message = (
         rf"PEFT adapter \(LORA, r = 4\) of meta-llama/Llama, and no model; .*jaxdist.convert BASE MERGED --adapter "
         rf"{folder}`, and give MERGED"
     )
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         main([str(folder), str(tmp_path / "out")])
     main([str(llama), str(tmp_path / "out"), "--adapter", str(folder)])
     with pytest.raises(ConfigError, match=r"--adapter .* has other names than transformers; give a Hugging"):
@@ -173,7 +173,7 @@ def test_an_adapter_is_recognized(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"lora_alpha": True}, "lora_alpha = True; give a number"),
         ({"r": None}, "r = None; give a number"),
@@ -185,8 +185,8 @@ def test_an_adapter_is_recognized(llama: Path, tmp_path: Path) -> None:
         ({"alpha_pattern": {"(([a-z_.0-9])+)+!": 8}}, "no pattern of a module's name that is read here"),
     ],
 )
-def test_an_absurd_scale_is_named(llama: Path, settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_an_absurd_scale_is_named(llama: Path, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     given = adapter(tmp_path / "adapter", pair(QUERY, 32, 32), **settings)
-    with pytest.raises(ConfigError, match=rf"adapter_config.json: .*{says}"):
+    with pytest.raises(ConfigError, match=rf"adapter_config.json: .*{message}"):
         main([str(llama), str(tmp_path / "merged"), "--adapter", str(given)])
     assert not (tmp_path / "merged").exists()

@@ -205,8 +205,8 @@ class TestTorchFiles(TorchFiles):
             if not given_names:
                 del group["param_names"]
         self.saved(tmp_path / "a.pt", optimizer=optimizer)
-        told = f"none for {name}" if given_names else "none for the others"
-        with pytest.raises(ConfigError, match=rf"entries for \d+ parameters, and {told}, .*weights alone, --to hf"):
+        message = f"none for {name}" if given_names else "none for the others"
+        with pytest.raises(ConfigError, match=rf"entries for \d+ parameters, and {message}, .*weights alone, --to hf"):
             main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
         main([str(tmp_path / "a.pt"), str(tmp_path / "hf"), "--to", "hf"])
 

@@ -22,7 +22,7 @@ torch_records = importlib.import_module("jaxdist.convert.kinds.torch_records")
 
 
 @pytest.mark.parametrize(
-    ("array", "says"),
+    ("array", "message"),
     [
         (np.array([print], object), "'O8'"),
         (np.array(["a"]), "'U1'"),
@@ -30,11 +30,11 @@ torch_records = importlib.import_module("jaxdist.convert.kinds.torch_records")
         (np.zeros(2, "M8[s]"), "'M8'"),
     ],
 )
-def test_numpy_of_plain_numbers_alone(array: Any, says: str, tmp_path: Path) -> None:
+def test_numpy_of_plain_numbers_alone(array: Any, message: str, tmp_path: Path) -> None:
     file = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen2ForCausalLM"]))
     tree = torch.load(file, weights_only=True)
     torch.save(tree | {"more": array}, tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match=rf"a.pt.*({says}; give plain numbers|is refused)"):
+    with pytest.raises(ConfigError, match=rf"a.pt.*({message}; give plain numbers|is refused)"):
         main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
 
 

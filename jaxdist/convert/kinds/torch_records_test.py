@@ -156,9 +156,9 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_records_that_cannot_be(what: str, tmp_path: Path) -> None:
     torch.save({"a": torch.arange(5.0), "b": torch.arange(3.0)}, tmp_path / "a.pt")
-    change, says = REFUSED[what]
+    change, message = REFUSED[what]
     change(tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         torch_files.described(tmp_path / "a.pt")
 
 
@@ -203,11 +203,11 @@ class TestEntries:
 
     @pytest.mark.parametrize("what", ["compressed", "big", "short"])
     def test_a_weight(self, what: str, tmp_path: Path) -> None:
-        change, says = REFUSED[what]
+        change, message = REFUSED[what]
         if what == "short":
-            change, says = of_rezipped(with_content("data/0", b"few")), r"and has 3 bytes"
+            change, message = of_rezipped(with_content("data/0", b"few")), r"and has 3 bytes"
         found = self.saved(tmp_path, self.tensor, None, change)
-        with pytest.raises(ConfigError, match=says.replace("a.pt", "e.distcp")):
+        with pytest.raises(ConfigError, match=message.replace("a.pt", "e.distcp")):
             main([str(found), str(tmp_path / "run"), "--model", config(tmp_path)])
 
     def test_a_weight_that_another_program_zipped(self, tmp_path: Path) -> None:

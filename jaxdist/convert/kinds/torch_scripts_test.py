@@ -99,8 +99,8 @@ class TestScripts(TorchFiles):
         assert (o.decay, o.warmup) == (default.decay, default.warmup)
         assert "scheduler" not in capsys.readouterr().out
         assert of(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)).learning_rate == 1e-3
-        told = "its peak, 0.001, continues by the schedule of --model, whose own is 0.005; --peak schedule takes"
-        assert told in capsys.readouterr().out
+        message = "its peak, 0.001, continues by the schedule of --model, whose own is 0.005; --peak schedule takes"
+        assert message in capsys.readouterr().out
         exponential = of(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), "--peak", "schedule")
         assert exponential.learning_rate == default.learning_rate
 
@@ -150,7 +150,7 @@ class TestScripts(TorchFiles):
         assert len(state["state"]) == sum(len(group["params"]) for group in state["param_groups"])
 
     @pytest.mark.parametrize(
-        ("change", "says"),
+        ("change", "message"),
         [
             ({"amsgrad": True}, "is AMSGrad"),
             ({"maximize": True}, "has maximize = True"),
@@ -159,11 +159,11 @@ class TestScripts(TorchFiles):
             ({"betas": (0.1, 0.2)}, "beta1 of its optimizer's groups are"),
         ],
     )
-    def test_what_our_optimizer_cannot_do(self, change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    def test_what_our_optimizer_cannot_do(self, change: dict[str, Any], message: str, tmp_path: Path) -> None:
         saved, _ = self.script(tmp_path / "a.pt")
         saved["optimizer"]["param_groups"][0] |= change
         torch.save(saved, tmp_path / "a.pt")
-        with pytest.raises(ConfigError, match=f"a.pt: .*{says}"):
+        with pytest.raises(ConfigError, match=f"a.pt: .*{message}"):
             main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
         assert not (tmp_path / "run").exists()
 

@@ -312,10 +312,10 @@ def test_within_the_warm_up_no_schedule_is_guessed(tmp_path: Path, capsys: pytes
 def test_what_is_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     main([str(folder), str(tmp_path / "run")])
-    said = capsys.readouterr().out
-    assert "step 9, with the state of adamw" in said
-    assert "what stays behind: rng_state.pth, training_args.bin" in said
-    assert "decay = linear over 20 steps, 4 of them warm-up" in said
+    output = capsys.readouterr().out
+    assert "step 9, with the state of adamw" in output
+    assert "what stays behind: rng_state.pth, training_args.bin" in output
+    assert "decay = linear over 20 steps, 4 of them warm-up" in output
     main([str(folder), str(tmp_path / "hf"), "--to", "hf"])
     assert "what stays behind: optimizer.pt, rng_state.pth, scheduler.pt, training_args.bin" in capsys.readouterr().out
     assert not (tmp_path / "hf/trainer_state.json").exists()

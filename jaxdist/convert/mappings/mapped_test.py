@@ -191,17 +191,17 @@ def test_pieces_in_another_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
         ({"a": np.ones(2, np.complex64)}, r"a is complex64, which safetensors files cannot hold"),
         ({"a.b": np.ones(2), "a": {"b": np.zeros(2)}}, r"two arrays of the tree are called a.b"),
     ],
 )
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--dtype", "float32"]])
-def test_what_cannot_be_written(values: Any, says: str, more: list[str], tmp_path: Path) -> None:
+def test_what_cannot_be_written(values: Any, message: str, more: list[str], tmp_path: Path) -> None:
     KeyMapping((Row("a", "a"), Row("a.b", "a.b"))[: len(values)]).save(tmp_path / "mapping.toml")
     source = str(save(tmp_path / "ours", values))
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         main([source, str(tmp_path / "b"), "--mapping", str(tmp_path / "mapping.toml"), *more])
     assert not (tmp_path / "b").exists()
 
@@ -265,7 +265,7 @@ def test_names_of_trees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["ours", "new", "--mapping", "nowhere.toml"], r"mapping nowhere.toml: .*give a readable TOML file"),
         (["nowhere", "new", "--mapping", "mapping.toml"], r"nowhere: neither; give a folder that ocp"),
@@ -281,7 +281,7 @@ def test_names_of_trees() -> None:
     ],
 )  # fmt: skip
 def test_bad_input(
-    argv: list[str], says: str, files: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    argv: list[str], message: str, files: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_file({"blocks.0.q.weight": np.ones((6, 4), np.float32)}, tmp_path / "theirs.safetensors")
@@ -289,7 +289,7 @@ def test_bad_input(
     KeyMapping(MAPPING.rows[:2]).save(tmp_path / "short.toml")
     KeyMapping((*MAPPING.rows, Row("steps", "steps", "transpose"))).save(tmp_path / "bent.toml")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         main(argv)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -390,7 +390,7 @@ class TestPieces:
         assert found.ours_left == ("qkv",) and found.mapping.rows == ()
 
     @pytest.mark.parametrize(
-        ("number", "change", "says"),
+        ("number", "change", "message"),
         [
             (1, {"part": 0}, r"row 2: ours = 'layers.kv.w' is in row 1 too"),
             (1, {"part": 2}, r"row 2: layers.kv.w .* has no part = 2"),
@@ -405,10 +405,10 @@ class TestPieces:
             (2, None, r"theirs = 'blocks.0.in_proj_weight': chunk = \[0, 3\] is in no row"),
         ],
     )
-    def test_pieces_that_do_not_fit(self, number: int, change: dict[str, Any] | None, says: str) -> None:
+    def test_pieces_that_do_not_fit(self, number: int, change: dict[str, Any] | None, message: str) -> None:
         rows = list(FUSED.rows)
         rows[number : number + 1] = [] if change is None else [rows[number]._replace(**change)]
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             KeyMapping(tuple(rows)).check(FUSED_OURS, FUSED.their_shapes(FUSED_OURS))
 
 
@@ -421,7 +421,7 @@ class TestFile:
         assert KeyMapping.load(tmp_path / "again.toml").rows == (*mapping.rows, reshaped)
 
     @pytest.mark.parametrize(
-        ("row", "says"),
+        ("row", "message"),
         [
             ({"transform": "transposed"}, r"row 1: transform = 'transposed': unknown; did you mean 'transpose'"),
             ({"transform": 3}, r"row 1: transform = 3; give a text"),
@@ -438,12 +438,12 @@ class TestFile:
             ({"theirs": "a.{layer}.{layer}"}, r"row 1: theirs = .* has \{layer\} twice"),
         ],
     )
-    def test_bad_rows(self, row: dict[str, Any], says: str, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=says):
+    def test_bad_rows(self, row: dict[str, Any], message: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=message):
             KeyMapping.load(file(tmp_path / "m.toml", row))
 
     @pytest.mark.parametrize(
-        ("text", "says"),
+        ("text", "message"),
         [
             ("rows = 3", r"rows = 3; give a list"),
             ("rows = [3]", r"row 1: 3; give a table"),
@@ -452,13 +452,13 @@ class TestFile:
             ("rows = [", r"give a readable TOML file"),
         ],
     )
-    def test_bad_files(self, text: str, says: str, tmp_path: Path) -> None:
+    def test_bad_files(self, text: str, message: str, tmp_path: Path) -> None:
         (tmp_path / "m.toml").write_text(text)
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             KeyMapping.load(tmp_path / "m.toml")
 
     @pytest.mark.parametrize(
-        ("change", "says"),
+        ("change", "message"),
         [
             (lambda r: [r[0]._replace(ours="a.kernle"), r[1]], r"row 1: ours = 'a.kernle': no such .*mean 'a.kernel'"),
             (lambda r: [r[0]._replace(theirs="a.wieght"), r[1]], r"row 1: theirs = 'a.wieght': .* mean 'a.weight'"),
@@ -473,10 +473,10 @@ class TestFile:
             (lambda r: [*r, Row("b.bias", "c.{layer}")], r"row 3: theirs = 'c.0': no such tensor"),
         ],
     )
-    def test_what_does_not_fit_the_models(self, change: Callable[[list[Row]], list[Row]], says: str) -> None:
+    def test_what_does_not_fit_the_models(self, change: Callable[[list[Row]], list[Row]], message: str) -> None:
         rows = [Row(**GOOD), Row("b.bias", "b.bias")]
         KeyMapping(tuple(rows)).check(OURS, THEIRS)
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             KeyMapping(tuple(change(rows))).check(OURS, THEIRS)
 
     def test_names_of_one_side(self) -> None:

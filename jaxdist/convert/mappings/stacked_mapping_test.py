@@ -120,8 +120,8 @@ def test_shipped_mappings(
     (tmp_path / "like" / "config.json").write_text("{}")
     source = saved(tmp_path / "source", around(maxtext(tensors, **options)))
     main([source, str(tmp_path / "out"), "--mapping", name, "--like", str(tmp_path / "like"), "--verify"])
-    said = capsys.readouterr().out
-    assert "names and shapes are those of" in said and ("stays behind: opt_state" in said) == (around is state)
+    output = capsys.readouterr().out
+    assert "names and shapes are those of" in output and ("stays behind: opt_state" in output) == (around is state)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == tensors.keys() and (tmp_path / "out" / "config.json").exists()
     for key, tensor in tensors.items():
@@ -146,7 +146,7 @@ def lacking(*names: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tree", "says"),
+    ("tree", "message"),
     [
         (state(lacking("wi_1")), rf"{MISSING.format('params.params.')}; all that are there .*: give a checkpoint that"),
         (lacking("wi_1"), MISSING.format("")),
@@ -159,9 +159,9 @@ def lacking(*names: str) -> Any:
     ],
     ids=["state", "bare", "two", "whole moments", "another name", "the first", "unscanned", "none"],
 )
-def test_tensors_that_a_state_lacks_are_named(tree: Any, says: str, tmp_path: Path) -> None:
+def test_tensors_that_a_state_lacks_are_named(tree: Any, message: str, tmp_path: Path) -> None:
     """Named as in the file, and not found among the moments instead."""
-    with pytest.raises(ConfigError, match=rf"maxtext.toml: {says}"):
+    with pytest.raises(ConfigError, match=rf"maxtext.toml: {message}"):
         main([saved(tmp_path / "source", tree), str(tmp_path / "out"), "--mapping", "maxtext"])
 
 
@@ -297,7 +297,7 @@ def test_rows_that_disagree_on_the_number_of_layers(axis: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("shapes", "says"),
+    ("shapes", "message"),
     [
         ({"a": (L, D), "b": (L + 1, F)}, r"3 in row 1; 4 in row 2. Give each row the axis"),
         ({"a": (D, L), "b_0": (D,), "b_1": (D,), "b_2": (D,)}, r"3 in row 2; 32 in row 1. Set axis = 1 in each"),
@@ -305,19 +305,20 @@ def test_rows_that_disagree_on_the_number_of_layers(axis: int, tmp_path: Path) -
         ({"a": (L, D), "b_0": (D,), "b_1": (D,)}, r"2 in row 2; 3 in row 1"),
     ],
 )
-def test_other_stacks_that_disagree(shapes: dict[str, Any], says: str) -> None:
+def test_other_stacks_that_disagree(shapes: dict[str, Any], message: str) -> None:
     rows = Row("a", "h.{layer}.a"), Row("b" if "b" in shapes else "b_{layer}", "h.{layer}.b")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         KeyMapping(rows).pairs(shapes)
 
 
 @pytest.mark.parametrize(
-    ("numbers", "says"), [((0, 1, 3), "but no h.2. Give"), ((1, 2), "but no h.0. Give"), ((0, 9), "but no h.1, h.2, ")]
+    ("numbers", "message"),
+    [((0, 1, 3), "but no h.2. Give"), ((1, 2), "but no h.0. Give"), ((0, 9), "but no h.1, h.2, ")],
 )
-def test_layers_that_are_missing(numbers: tuple[int, ...], says: str) -> None:
+def test_layers_that_are_missing(numbers: tuple[int, ...], message: str) -> None:
     """Written as one row per layer, as the message says, the same layers are accepted."""
     shapes = {f"b_{i}": (D,) for i in numbers}
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         KeyMapping((Row("b_{layer}", "h.{layer}.b"),)).pairs(shapes)
     assert len(KeyMapping(tuple(Row(f"b_{i}", f"h.{i}.b") for i in numbers)).pairs(shapes)) == len(numbers)
 
@@ -351,7 +352,7 @@ def test_any_axis_there_and_back(axis: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "says"),
+    ("field", "message"),
     [
         ("axis = -1", "axis = -1; give the axis of ours along which layers are stacked, from 0"),
         ("axis = true", "axis = True; give the axis"),
@@ -360,10 +361,10 @@ def test_any_axis_there_and_back(axis: int) -> None:
         ("optional = 1", "optional = 1; give true or false"),
     ],
 )
-def test_bad_fields(field: str, says: str, tmp_path: Path) -> None:
+def test_bad_fields(field: str, message: str, tmp_path: Path) -> None:
     row = f'{{ ours = "w", theirs = "l.{{layer}}.w", transform = "transpose", {field} }}'
     (tmp_path / "m.toml").write_text(f"rows = [{row}]")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         KeyMapping.load(tmp_path / "m.toml").pairs({"w": (L, D, F)})
 
 
@@ -435,11 +436,11 @@ def test_a_scale_is_that_of_a_layer() -> None:
 
 def test_what_has_no_scale(tmp_path: Path) -> None:
     KeyMapping((Row("w", "w", scale="sqrt_last"),)).save(tmp_path / "m.toml")
-    for number, (array, says) in enumerate(
+    for number, (array, message) in enumerate(
         [(np.float32(3), "is a single number without a last axis"), (np.ones(3, np.int32), "is int32, which scale")]
     ):
         source = saved(tmp_path / str(number), {"w": array})
-        with pytest.raises(ConfigError, match=f"{says}.*leave scale out"):
+        with pytest.raises(ConfigError, match=f"{message}.*leave scale out"):
             main([source, str(tmp_path / "out"), "--mapping", str(tmp_path / "m.toml")])
 
 

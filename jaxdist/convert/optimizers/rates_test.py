@@ -224,11 +224,13 @@ def test_settings_that_no_group_states_are_reported(
         source = save(tmp_path, ALONE)
     capsys.readouterr()
     content = read_content(source, model(learning_rate=2e-4))
-    said = "adamw, learning_rate = 0.0002, beta1 = 0.9, beta2 = 0.95, weight_decay = 0.1; [optimizer] of --model gives"
+    message = (
+        "adamw, learning_rate = 0.0002, beta1 = 0.9, beta2 = 0.95, weight_decay = 0.1; [optimizer] of --model gives"
+    )
     assert f"{source}: its optimizer has no param_groups, which state its settings; it continues with name = " in (
         lines := capsys.readouterr().out
     )
-    assert said in lines and lines.count("\n") == 1
+    assert message in lines and lines.count("\n") == 1
     assert content.updates == DONE and {*content.groups} == {"parameters", "exp_avg", "exp_avg_sq"}
     assert read_content(source, model(learning_rate=2e-4), peak="schedule").experiment == content.experiment
     for peak, given in (("now", {"learning_rate": 2e-4}), ("schedule", {})):

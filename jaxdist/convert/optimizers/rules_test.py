@@ -161,13 +161,13 @@ def test_a_script_gets_its_own_back(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [({"dampening": 0.1}, "dampening = 0.1"), ({"maximize": True}, "maximize = True")],
 )
-def test_another_sgd_is_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_another_sgd_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     settings = {"lr": 0.1, "momentum": 0.8} | change
     script(tmp_path / "a.pt", lambda p: torch.optim.SGD(p, **settings), tmp_path)
-    with pytest.raises(ConfigError, match=f"{says}, sgd of jaxdist has not"):
+    with pytest.raises(ConfigError, match=f"{message}, sgd of jaxdist has not"):
         main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", str(config_of(tmp_path))])
 
 

@@ -89,7 +89,7 @@ def test_the_precision_of_the_arguments(
 
 
 @pytest.mark.parametrize(
-    ("kind", "warmup", "says"),
+    ("kind", "warmup", "expected"),
     [
         ("inverse_sqrt", 4, "jaxdist has no schedule like its inverse_sqrt; its current rate, "),
         (
@@ -100,13 +100,13 @@ def test_the_precision_of_the_arguments(
     ],
 )
 def test_what_does_not_go_on_is_named(
-    kind: str, warmup: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, warmup: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = Trained(tmp_path, schedule=kind, warmup=warmup)
     folder = arguments(huggingface(tmp_path / "checkpoint-9", trained), kind, warmup_steps=warmup)
     now = trained.optimizer.param_groups[0]["lr"]
     assert rates(KINDS["trainer"].format.read_content(folder), FUTURE) == pytest.approx([now] * len(FUTURE))
-    assert says in capsys.readouterr().out
+    assert expected in capsys.readouterr().out
 
 
 def test_a_given_model_is_completed(tmp_path: Path) -> None:

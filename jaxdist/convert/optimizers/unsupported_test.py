@@ -40,14 +40,14 @@ def saved(build: Callable[[Any], Any]) -> tuple[set[str], list[dict[str, Any]]]:
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_rule_is_refused_by_its_name(name: str) -> None:
     kept, groups = saved(OTHERS[name])
-    says = f"its optimizer is {name}, .*; take the weights alone, --to hf"
-    with pytest.raises(ConfigError, match=says):
+    message = f"its optimizer is {name}, .*; take the weights alone, --to hf"
+    with pytest.raises(ConfigError, match=message):
         rule_of("a.pt", kept, groups)
     if name != "RAdam":  # its state is like Adam's
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             rule_of("a.pt", kept, [])
     if name != "Adamax":  # its groups are like others'
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             rule_of("a.pt", ["momentum_buffer"], groups)
 
 
