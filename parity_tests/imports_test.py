@@ -269,10 +269,12 @@ FAMILY_FIELDS = {name for row in FAMILIES.values() for name in row.config.model_
 
 
 def classes_asked_for(file: Path) -> set[str]:
-    """Class names that a module passes to `isinstance`."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2)
-    tests = [call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "isinstance"]
+    """Class names that a module passes to `isinstance` or `issubclass`, compares types with, or matches."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    calls = (node for node in nodes if isinstance(node, ast.Call) and len(node.args) == 2)
+    tests = [call.args[1] for call in calls if ast.unparse(call.func) in ("isinstance", "issubclass")]
+    tests += [part for node in nodes if isinstance(node, ast.Compare) for part in node.comparators]
+    tests += [node.cls for node in nodes if isinstance(node, ast.MatchClass)]
     inner = [node for test in tests for node in ast.walk(test)]
     names = {node.id for node in inner if isinstance(node, ast.Name)}
     return names | {node.attr for node in inner if isinstance(node, ast.Attribute)}
@@ -327,10 +329,13 @@ def fields_asked_for(file: Path) -> set[str]:
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) >= 2)
     probes = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr")]
     names = [name for model, name, *_ in probes if MODEL.search(ast.unparse(model))]
+    compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    names += [node.left for node in compared if FIELDS.search(ast.unparse(node.comparators[0]))]
     return {str(name.value) for name in names if isinstance(name, ast.Constant)} & FAMILY_FIELDS
 
 
 MODEL = re.compile(r"(^|\.)(m|model)$")
+FIELDS = re.compile(r"(?<!type\(self\))\.model_fields$")  # of another object than the section itself
 
 
 def test_nothing_outside_families_probes_a_model_for_a_field() -> None:
@@ -341,12 +346,17 @@ def test_nothing_outside_families_probes_a_model_for_a_field() -> None:
 def test_a_probe_for_a_field_is_found(tmp_path: Path) -> None:
     lines = (
         "a = getattr(e.model, 'experts', 0), hasattr(model, 'gelu')",
-        "b = getattr(module, 'bias'), getattr(m, name)",
+        "b = getattr(module, 'bias'), getattr(m, name), 'block' in type(self).model_fields",
+        "c = 'kv_heads' not in type(m).model_fields",
     )
     (tmp_path / "module.py").write_text("\n".join(lines))
-    assert fields_asked_for(tmp_path / "module.py") == {"experts", "gelu"}
+    assert fields_asked_for(tmp_path / "module.py") == {"experts", "gelu", "kv_heads"}
 
 
 def test_a_question_for_a_class_is_found(tmp_path: Path) -> None:
-    (tmp_path / "module.py").write_text("ok = isinstance(x, Llama | config.GPT2)")
-    assert classes_asked_for(tmp_path / "module.py") == {"Llama", "GPT2", "config"}
+    lines = (
+        "a = isinstance(x, Llama | config.GPT2), issubclass(c, Mixture), type(x) is Rotary",
+        "match x:\n    case ResNet(): pass",
+    )
+    (tmp_path / "module.py").write_text("\n".join(lines))
+    assert classes_asked_for(tmp_path / "module.py") == {"Llama", "GPT2", "config", "Mixture", "Rotary", "ResNet"}

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
-from jaxdist.config.model import Model
 from jaxdist.config.parallel import AXES, written
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def sizes_to_grow(e: "Experiment", axes: Mapping[str, int]) -> dict[str, int]:
         for names, parts in needs(e, axes):
             *others, name = names
             _grow(sizes, name, parts // math.gcd(parts, math.prod(sizes[other] for other in others)))
-        if has_head_dim(e.model):
+        if e.model.has_head_dim:
             _grow(sizes, "heads", sizes["kv_heads"])
             _grow(sizes, "head_dim", 2)
         elif e.model.heads:
@@ -133,15 +132,10 @@ def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
         if name == "vocab":
             if size % of(*over):
                 yield ("vocab_multiple",), math.lcm(of(*over), m.vocab_multiple)
-        elif has_head_dim(m):
+        elif m.has_head_dim:
             yield tuple(name.split(" × ")), of(*over)
         elif not name.startswith("kv_heads"):  # its kv heads are its heads, which divide its width
             yield ("dim" if "×" in name else name,), of(*over)
-
-
-def has_head_dim(model: Model) -> bool:
-    """Whether the sizes of a decoder's heads are fields of their own, or its width divided by their number."""
-    return "head_dim" in type(model).model_fields
 
 
 def multiple(of: int, number: int) -> int:

@@ -117,6 +117,11 @@ class Model(Section):
         return 1
 
     @property
+    def has_head_dim(self) -> bool:
+        """Whether the width of a head is a field of its own, not the model's width divided by the number of heads."""
+        return "head_dim" in type(self).model_fields
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the output head."""
         return self.vocab

@@ -194,8 +194,9 @@ def families_of(input_kind: str) -> str:
 
 
 def families_with(field: str) -> str:
-    """The families whose model sections have a field, as a message gives them."""
-    return " or ".join(name for name, row in FAMILIES.items() if field in row.config.model_fields)
+    """The families whose model sections have a field or property, as a message gives them."""
+    sections = {name: row.config for name, row in FAMILIES.items()}
+    return " or ".join(name for name, c in sections.items() if field in c.model_fields or hasattr(c, field))
 
 
 def described_families() -> str:
