@@ -40,13 +40,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(line)
 
 
+@keep_compiled()
 def evaluate(a: Any) -> str:
     """Experiment -> mesh -> weights -> loss over a split, or logits of given tokens, and a line that tells of it.
 
     Raises ConfigError, TrainingError."""
     a.checkpoint = from_first(partial(located, a.checkpoint))
     experiment = configure(a)
-    keep_compiled()
     mesh, where = make_mesh(experiment, a.device)
     keep_freed(mesh)
     program = Program(experiment, mesh)

@@ -48,6 +48,7 @@ from jaxdist.training.validation import pass_over
 
 @in_memory(f"{LESS}, or {ALL_OF_IT}")
 @opening_once()
+@keep_compiled()
 def main(argv: Sequence[str] | None = None) -> None:
     """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
     startup = StartupTimer()
@@ -58,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = folder.experiment if folder else experiment
 
     startup.mark("config")
-    keep_compiled()
     share_arena(partial(scratch, experiment), arguments.device)
     mesh, where = make_mesh(experiment, arguments.device)
     keep_freed(mesh)

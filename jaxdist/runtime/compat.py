@@ -3,7 +3,8 @@
 All private names of JAX are here; `compat_test.py` fails by name where a release drops one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jax._src import compilation_cache
@@ -11,7 +12,7 @@ from jax._src.clusters import ClusterEnv
 from jax._src.compilation_cache_interface import CacheInterface
 from jax._src.distributed import global_state
 
-__all__ = ["CacheInterface", "cluster", "keep_programs_in", "key_value_store"]
+__all__ = ["CacheInterface", "cluster", "key_value_store", "programs_kept_in"]
 
 
 def cluster(seconds: int) -> tuple[str | None, Any]:
@@ -28,6 +29,14 @@ def key_value_store() -> Any:
     return global_state.client
 
 
-def keep_programs_in(make: Callable[[str], CacheInterface]) -> None:
-    """Have JAX keep compiled programs in `make(folder)`, in place of its own cache of files."""
+@contextmanager
+def programs_kept_in(make: Callable[[str], CacheInterface]) -> Iterator[None]:
+    """Within, JAX keeps compiled programs in `make(folder)`, in place of its own cache of files; afterwards it opens
+    its own again for the next program."""
+    original = compilation_cache.get_file_cache
     compilation_cache.get_file_cache = lambda path: (make(path), path)
+    try:
+        yield
+    finally:
+        compilation_cache.get_file_cache = original
+        compilation_cache.reset_cache()

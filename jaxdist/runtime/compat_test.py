@@ -9,6 +9,7 @@ COMPAT = "jaxdist/runtime/compat.py"
 NAMES = {
     "jax._src.clusters": "ClusterEnv.auto_detect_unset_distributed_params",
     "jax._src.compilation_cache": "get_file_cache",
+    "jax.experimental.compilation_cache.compilation_cache": "reset_cache",  # public
     "jax._src.compilation_cache_interface": "CacheInterface",
     "jax._src.distributed": "global_state.client",
 }

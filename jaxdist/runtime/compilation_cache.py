@@ -8,17 +8,22 @@ JAX finds a program by a hash of all that it is compiled from: its text, in whic
 (`jaxdist/runtime/xla.py`), the options and flags of the compiler, the versions, and the devices with their features.
 JAX (0.10.2, 0.12.0) writes its own in place: a kill leaves half of one, which all read and none writes again. Here
 a file appears whole or not at all, is compared with its checksum, and is removed where it is damaged.
+
+A command keeps its programs by a context, after which JAX's settings are as before: what the process compiles later
+does not get there.
 """
 
 import math
 import os
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 import xxhash
 
-from jaxdist.runtime.compat import CacheInterface, keep_programs_in
+from jaxdist.runtime.compat import CacheInterface, programs_kept_in
 from jaxdist.runtime.processes import world
 
 SECONDS = 0.1  # what is compiled in less is not kept
@@ -26,25 +31,41 @@ MOST_BYTES = 2 * 2**30  # of all programs; those that were used the longest time
 SUM = 16  # bytes of XXH3's checksum, with which a file begins
 
 
-def keep_compiled() -> None:
-    """Keep compiled programs from here on, and load kept ones. Call before JAX compiles anything.
+@contextmanager
+def keep_compiled() -> Iterator[None]:
+    """Context manager of a command: keep the programs that are compiled within, and load kept ones.
 
     Nothing happens where the user has chosen otherwise, or where no folder can be made: a run goes without. Nor does it
     for one of several processes, of which JAX has the first alone write: it would load, and wait within a collective
     while the others compile.
     """
-    chosen = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if chosen is not None or world().size > 1:
+    chosen, folder = jax.config.jax_compilation_cache_dir, user_folder()  # type: ignore[attr-defined]
+    if chosen is not None or world().size > 1 or folder is None:
+        yield
         return
-    try:
-        folder = user_folder()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # who can write there can have a run do anything
-    except (OSError, RuntimeError):  # the latter where there is no home
-        return
-    keep_programs_in(lambda path: Cache(Path(path), most()))
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    settings: dict[str, Any] = {"jax_compilation_cache_dir": str(folder)}
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", SECONDS)
+        settings["jax_persistent_cache_min_compile_time_secs"] = SECONDS
+    before = {name: getattr(jax.config, name) for name in settings}
+    with programs_kept_in(opened):
+        try:
+            configure(settings)
+            yield
+        finally:
+            configure(before)
+
+
+def configure(settings: Mapping[str, Any]) -> None:
+    """Set options of JAX by name."""
+    for name, value in settings.items():
+        jax.config.update(name, value)
+
+
+def opened(folder: str) -> "Cache":
+    """The programs in `folder`, which is made at the first program that is compiled."""
+    with suppress(OSError):  # nothing is kept then
+        Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)  # who can write there can have a run do anything
+    return Cache(Path(folder), most())
 
 
 def most() -> float:
@@ -55,10 +76,13 @@ def most() -> float:
     return math.inf if chosen == -1 else chosen
 
 
-def user_folder() -> Path:
-    """Folder of this user's programs. Raises RuntimeError where there is no home."""
+def user_folder() -> Path | None:
+    """Folder of this user's programs; None where there is no home."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored where it is relative, says its specification
-    return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "jaxdist" / "compiled"
+    try:
+        return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "jaxdist" / "compiled"
+    except RuntimeError:
+        return None
 
 
 class Cache(CacheInterface):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -88,17 +89,27 @@ def _one_of_many(main: Callable[[], None]) -> None:
         heartbeat_timeout_seconds=LOST,
     )
     console.quiet = not first()
-    _only_ours_on_stdout()
-    with _ending_together(contact):
+    with _silence_gloo(), _ending_together(contact):
         main()
 
 
-def _only_ours_on_stdout() -> None:
-    """Point file descriptor 1 at /dev/null, where gloo prints, and keep sys.stdout on the terminal."""
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
+@contextmanager
+def _silence_gloo() -> Iterator[None]:
+    """Within, file descriptor 1, where gloo prints, is /dev/null, and sys.stdout is the terminal."""
+    before = sys.stdout
+    before.flush()
+    with (
+        os.fdopen(os.dup(1), "w", buffering=1, encoding=before.encoding) as terminal,
+        Path(os.devnull).open("w") as nowhere,
+    ):
+        os.dup2(nowhere.fileno(), 1)
+        sys.stdout = terminal
+        try:
+            yield
+        finally:
+            sys.stdout = before
+            terminal.flush()
+            os.dup2(terminal.fileno(), 1)
 
 
 @contextmanager

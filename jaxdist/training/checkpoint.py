@@ -43,13 +43,14 @@ class Checkpoints:
         self.saves = Saves(self.folder, config, first())
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future[None] | None = None  # the save in progress
+        self.opened = ExitStack()  # the writer, from the first save on
 
     @cached_property
     def checkpointer(self) -> "ocp.AsyncCheckpointer":
         """Orbax's, from the first save on."""
         from jaxdist.training import orbax_io
 
-        return orbax_io.writer()
+        return self.opened.enter_context(orbax_io.writer())
 
     def save(self, step: int, experiment: Experiment, state: TrainState) -> None:
         """Start writing `step`; returns once the arrays are copied, so that training can continue.
@@ -109,13 +110,12 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Wait for the save in progress."""
         with ExitStack() as stack:
-            if "checkpointer" in self.__dict__:
-                if first():
-                    stack.callback(sweep, self.folder)
-                stack.callback(self.checkpointer.close)
+            if "checkpointer" in self.__dict__ and first():
+                stack.callback(sweep, self.folder)
+            stack.callback(self.opened.__exit__, *error)
             stack.enter_context(self.thread)
             self.wait()
 

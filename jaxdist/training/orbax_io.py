@@ -44,19 +44,25 @@ class WithoutLateErrors:
             self.hook(met)
 
 
-def one_error() -> None:
-    """Have a save or a read that fails print one error alone, in this process from now on."""
-    if not isinstance(sys.unraisablehook, WithoutLateErrors):
-        sys.unraisablehook = WithoutLateErrors(sys.unraisablehook)
+@contextmanager
+def one_error() -> Iterator[None]:
+    """Within, a save or a read that fails prints one error alone. An error leaves the hook in place: arrays that it
+    abandoned are freed with it, once it has been reported."""
+    before = sys.unraisablehook
+    if not isinstance(before, WithoutLateErrors):
+        sys.unraisablehook = WithoutLateErrors(before)
+    yield
+    sys.unraisablehook = before
 
 
-def writer() -> ocp.AsyncCheckpointer:
+@contextmanager
+def writer() -> Iterator[ocp.AsyncCheckpointer]:
     """An asynchronous checkpointer, which writes while training continues."""
     quiet()
-    one_error()
     # Weights and moments hardly compress: 3.02 GB to 2.75.
     handler = partial(ocp.PyTreeCheckpointHandler, use_compression=False)
-    return ocp.AsyncCheckpointer(items(handler, ocp.args.PyTreeSave))
+    with one_error(), ocp.AsyncCheckpointer(items(handler, ocp.args.PyTreeSave)) as checkpointer:
+        yield checkpointer
 
 
 def values(experiment: Experiment, state: TrainState) -> ocp.args.Composite:
@@ -97,8 +103,7 @@ def open_reader(
     path: Path, handler: Callable[[], ocp.CheckpointHandler], args: type[ocp.args.CheckpointArgs]
 ) -> Iterator[ocp.Checkpointer]:
     """A reader of the checkpoint `path`, as `items` says. Raises ConfigError for a damaged one."""
-    one_error()
-    with checkpointer(items(handler, args)) as reader, reading(path):
+    with one_error(), checkpointer(items(handler, args)) as reader, reading(path):
         yield reader
 
 

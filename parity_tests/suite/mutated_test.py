@@ -250,7 +250,10 @@ def test_several_unreadable_arrays_give_one_error(
 ) -> None:
     """Orbax abandons the other reads, each with an unawaited error."""
     whole, late = sources(".zarray"), list[Any]()
-    monkeypatch.setattr(sys, "unraisablehook", late.append)
+    monkeypatch.setattr(sys, "unraisablehook", hook := late.append)
+    with orbax_io.one_error():
+        assert sys.unraisablehook is not hook
+    assert sys.unraisablehook is hook
     content = {file: file.read_bytes() for file in whole.files}
     try:
         for file in whole.files:
