@@ -1,6 +1,7 @@
 """JAX's names that are not public and have no public counterpart. Seen in jax 0.10.2, 0.11.0 and 0.12.0.
 
-All private names of JAX are here; `compat_test.py` fails by name where a release drops one.
+All private names of JAX are here, Orbax's in `jaxdist/convert/kinds/orbax_compat.py`; `compat_test.py` fails by name
+where a release drops one.
 """
 
 from collections.abc import Callable, Iterator

@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-COMPAT = ("jaxdist/convert/kinds/torch_compat.py", "torch_ref/runtime/compat.py")
+COMPAT = "torch_ref/runtime/compat.py"
 NAMES = {
     "torch": ("ScriptObject._type", "nn.Module._apply"),
-    "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
-    "torch._weights_only_unpickler": ("Unpickler",),
+    "torch._subclasses.fake_tensor": ("FakeTensorMode",),
     "torch.distributed._composable.replicate_with_fsdp": ("replicate",),
     "torch.distributed._functional_collectives": (
         *("all_gather_tensor", "all_gather_tensor_autograd", "all_to_all_single", "all_to_all_single_autograd"),
     ),
     "torch.distributed._tools.mem_tracker": ("MemTracker",),
-    "torch.distributed.checkpoint.filesystem": ("FileSystemReader._slice_file", "_StorageInfo"),
+    "torch.distributed.checkpoint.filesystem": ("FileSystemReader._slice_file",),
     "torch.distributed.device_mesh": ("DeviceMesh._flatten",),
     "torch.distributed.distributed_c10d": ("_get_default_store", "_resolve_process_group"),
     "torch.distributed.fsdp": ("FSDPModule._get_fsdp_state",),
@@ -32,7 +31,6 @@ NAMES = {
         "aten._scaled_dot_product_flash_attention",
     ),
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
-    "torch.utils._pytree": ("tree_map_only",),
 }
 
 
@@ -41,7 +39,7 @@ def test_private_names_exist(module: str) -> None:
     for name in NAMES[module]:
         found = import_module(module)
         for part in name.split("."):
-            assert hasattr(found, part), f"{module}.{name} is gone; find its successor in {' or '.join(COMPAT)}"
+            assert hasattr(found, part), f"{module}.{name} is gone; find its successor in {COMPAT}"
             found = getattr(found, part)
 
 

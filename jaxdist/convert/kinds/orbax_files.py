@@ -24,6 +24,7 @@ from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.bounded import read_json, within
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed, entries_of
 from jaxdist.convert.entries import cut, parts, shapes_of
+from jaxdist.convert.kinds.orbax_compat import WithoutMetadataStore
 from jaxdist.convert.kinds.zarr_files import ZarrFiles
 from jaxdist.convert.mappings.atoms import Shape
 from jaxdist.convert.runs import begin, metrics_of, origin_of
@@ -85,10 +86,8 @@ def read_content(path: Path, wanted: Experiment | None = None, training: bool = 
     return Content(experiment, LAYERS, groups, step, updates, *provenance, scaling, sealed(found)).checked(path)
 
 
-class Opening(ocp.type_handlers.NumpyHandler):
+class Opening(WithoutMetadataStore):
     """Opens arrays of what a checkpoint calls `kind`, and leaves to read them to who asks."""
-
-    _array_metadata_store = None  # as in ArrayHandler(array_metadata_store=None); Orbax warns without it
 
     def __init__(self, kind: str) -> None:
         super().__init__()

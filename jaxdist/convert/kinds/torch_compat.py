@@ -1,6 +1,6 @@
 """torch's names that are not public, for its files. Seen in torch 2.11, 2.12 and 2.13.
 
-`torch_ref/runtime/compat_test.py` fails by name where a release drops one.
+`torch_compat_test.py` fails by name where a release drops one.
 """
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
