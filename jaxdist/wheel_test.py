@@ -18,7 +18,7 @@ def files() -> dict[str, Path]:
     return {file.distribution_path: Path(file.path) for file in (*builder.recurse_included_files(), *forced)}
 
 
-def test_it_holds_all_modules_and_what_they_read(files: dict[str, Path]) -> None:
+def test_it_holds_all_modules_and_their_data_files(files: dict[str, Path]) -> None:
     for package in ("jaxdist", "torch_ref", "parity_tests"):
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
@@ -34,7 +34,7 @@ def test_it_holds_nothing_else(files: dict[str, Path]) -> None:
     assert not [name for name in files if name.startswith(OF_THE_REPOSITORY)]
 
 
-def test_no_module_imports_what_it_lacks(files: dict[str, Path]) -> None:
+def test_no_module_imports_a_module_outside_of_the_wheel(files: dict[str, Path]) -> None:
     lacking = [".".join(Path(folder).parts) for folder in OF_THE_REPOSITORY]
     for name, file in files.items():
         assert not [module for module in lacking if module in file.read_text(encoding="utf-8")], name

@@ -247,11 +247,11 @@ def loaded(modules: Mapping[str, set[str]]) -> dict[str, list[str]]:
 
 
 @pytest.mark.long
-def test_what_must_not_be_loaded_is_found() -> None:
+def test_a_forbidden_module_is_found() -> None:
     assert loaded({"string": {"string.templates"}, "fractions": {"decimal"}}) == {"fractions": ["decimal"]}
 
 
-def test_the_checks_see_what_they_forbid(tmp_path: Path) -> None:
+def test_the_checks_find_forbidden_imports(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     lines = ["from jax.numpy import array", "import torch.nn", "from jaxdist.training import step"]
     file.write_text("def f():\n    " + "\n    ".join(lines))

@@ -68,7 +68,7 @@ def test_a_rank_is_quiet_where_another_says_the_same(
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"])
-def test_what_a_launcher_sets_must_be_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_launcher_must_be_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
     for variable, value in (launcher | {name: "many"}).items():
         monkeypatch.setenv(variable, value)

@@ -71,7 +71,7 @@ FSDPModule.set_gradient_divide_factor = lambda self, factor: None
 
 
 @pytest.mark.parametrize("planted", [MEAN_OF_MEANS, AVERAGED_GRADIENTS], ids=["mean of means", "averaged"])
-def test_a_planted_mistake_is_seen(train: Train, planted: str) -> None:
+def test_a_planted_mistake_is_found(train: Train, planted: str) -> None:
     curves, states = distance(train("--mesh 2x1", before=planted), train(ONE))
     assert curves > 1e-6
     assert states > 1e-8

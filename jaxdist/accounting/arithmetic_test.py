@@ -39,7 +39,7 @@ def test_a_norm_in_bfloat16_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.pop("rsqrt") == "bfloat16" and set(seen.values()) == {"float32"}
 
 
-def test_the_narrowest_counts_and_what_is_not_used_does_not() -> None:
+def test_the_narrowest_counts_and_unused_results_do_not() -> None:
     def f(x: jax.Array) -> jax.Array:
         jnp.log(x.astype(jnp.float16))
         return jnp.exp(x) + jnp.exp(x.astype(jnp.float16)) + jnp.tanh(x.astype(jnp.bfloat16))

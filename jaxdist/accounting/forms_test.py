@@ -57,7 +57,7 @@ def test_a_compiled_plan_without_closed_forms_is_measured(forms: Any, capsys: py
 
 
 @pytest.mark.parametrize("more", [["--recommend", "--devices", "8"], ["--mesh", "2x4", "--output", "OUT"]])
-def test_what_ranks_or_draws_needs_a_closed_form(more: list[str], forms: Any, tmp_path: Any) -> None:
+def test_recommendations_and_pages_need_closed_forms(more: list[str], forms: Any, tmp_path: Any) -> None:
     forms(None)
     arguments = [str(tmp_path) if word == "OUT" else word for word in more]
     with pytest.raises(ConfigError, match=r"family = llama: the closed form of its footprint, .* unknown; leave out"):

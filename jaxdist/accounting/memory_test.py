@@ -225,7 +225,7 @@ def test_peaks_of_ordinary_configurations() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_kept_activations_are_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_activations_are_counted(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The form counts what a rematerialization mode keeps, not what the program happens to hold."""
     e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode, "data.sequence": 256})
     predicted = footprint(e).total
@@ -233,7 +233,7 @@ def test_kept_activations_are_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -
     assert compile_plan(e).memory["peak"] > 1.3 * predicted
 
 
-def test_a_gpu_fetches_what_is_updated() -> None:
+def test_a_gpu_fetches_the_state_to_update() -> None:
     """Sharded moments and, if they are offloaded too, full weights; nothing where the host's memory is the device's."""
     e = experiment(**{"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.offload": "optimizer,parameters"})
     form = footprint(e)

@@ -142,7 +142,7 @@ COMPILED = ["ddp", "zero1", "zero2", "fsdp", "2x2x2 kept", "hybrid", "tensor", "
 
 
 @pytest.mark.parametrize("case", often(COMPILED, ["2x2x2 kept"]))
-def test_compiled_program_sends_what_was_counted(case: str) -> None:
+def test_the_compiled_program_sends_the_counted_bytes(case: str) -> None:
     p = program(**CASES[case])
     traced = trace(p)
     counted = sum(collective.bytes for collective in traffic.count(traced.jaxpr))
@@ -221,7 +221,7 @@ def compiled_bytes(hlo: str) -> float:
     return walk(entry)
 
 
-def test_experiment_is_what_is_counted() -> None:
+def test_the_count_is_of_the_experiment() -> None:
     """Planted: twice the batch doubles the tensor axis' bytes, and the ratio shows it."""
     p = program(**CASES["tensor"])
     doubled = Experiment.parse(p.experiment.model_dump() | {"train": {"steps": 20, "batch": 32}}, source="test")

@@ -188,7 +188,7 @@ def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not list(pace.measure(bench)) and "torch is not installed" in bench.notes[0]
 
 
-def test_the_work_of_others_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_other_processes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a share of all cores; None where the system does not tell."""
     share = Others().share
     assert share is None or 0 <= share <= 1

@@ -84,7 +84,7 @@ def test_a_side_that_fails_is_noted(
     assert len(lines) == 3 and bench.notes == [f"llama-1b, T 4096: {side}: no memory left"]
 
 
-def test_what_does_not_fit_is_noted(bench: Bench) -> None:
+def test_decoders_that_do_not_fit_are_noted(bench: Bench) -> None:
     assert not list(compare(bench, Row("llama-3.1-70b", tokens=4096), 4096, H100, 1e14))
     assert bench.notes == ["llama-3.1-70b, T 4096 would leave torch no room on H100"]
 

@@ -39,7 +39,7 @@ def test_pairs_are_divided_one_by_one() -> None:
         ratios([1], [1, 2])
 
 
-def test_only_what_lies_apart_differs() -> None:
+def test_only_figures_beyond_their_spread_differ() -> None:
     apart = Difference("pace", Figure("x", (1.0, 1.2)), Figure("x", (1.3, 1.5)))
     among = Difference("pace", Figure("x", (1.0, 1.4)), Figure("x", (1.3, 1.5)))
     assert apart.differs and not among.differs and apart.ratio == pytest.approx(1.4 / 1.1)
@@ -79,7 +79,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         (("figures", 0, "goal", "side"), "near", r"pace.figures.0.goal.side = 'near': .*'at least' or 'at most'"),
     ],
 )
-def test_a_field_that_is_none_is_named(path: tuple[str | int, ...], value: Any, message: str, tmp_path: Path) -> None:
+def test_an_invalid_field_is_named(path: tuple[str | int, ...], value: Any, message: str, tmp_path: Path) -> None:
     section = to_json({"pace": Section((Figure("x", (1.0,), goal=Goal("at most", 3.0)),), HERE)})
     table: Any = section["pace"]
     for key in path[:-1]:
@@ -93,7 +93,7 @@ def test_a_field_that_is_none_is_named(path: tuple[str | int, ...], value: Any, 
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"pace": 3}', '{"pace": {"figures": [{}]}}', "{" * 9999, "\xff"])
-def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
+def test_other_files_than_results_are_refused(text: str, tmp_path: Path) -> None:
     (file := tmp_path / "bench.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"^--compare .*bench.json: .* = .*give the bench.json"):
         read(file, "--compare")

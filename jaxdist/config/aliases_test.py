@@ -105,7 +105,7 @@ def test_each_field_is_named_and_the_named_one_is_accepted() -> None:
         Experiment.parse(values | ({"model": model | values["model"]} if model else {}), source="x")
 
 
-def test_what_is_not_here_is_reported_and_left_out(parser: Parser) -> None:
+def test_unsupported_flags_are_reported(parser: Parser) -> None:
     for name, why in NOT_HERE_NAMES.items():
         for flag in (f"--{name}", f"--section.{name.replace('_', '-')}"):
             assert error_of(parser.parse_args, [flag, "2"]) == f"unknown argument {flag!r}; {why}"
@@ -115,7 +115,7 @@ def test_what_is_not_here_is_reported_and_left_out(parser: Parser) -> None:
         assert {*FLAG.findall(why)} <= {*parser._option_string_actions}
 
 
-def test_what_is_turned_off_is_no_advice_to_turn_it_on(parser: Parser) -> None:
+def test_turned_off_flags_are_not_advised_on(parser: Parser) -> None:
     made = {name: meaning for name, meaning in NAMES.items() if "{}" not in meaning.value}
     for name, meaning in made.items():
         for no in ("false", "False", "none", "0"):
@@ -205,13 +205,13 @@ def test_aliases_name_fields_and_hide_none() -> None:
         (["stray"], ["unknown argument 'stray'; "]),
     ],
 )
-def test_what_a_command_line_is_answered(argv: list[str], expected: list[str]) -> None:
+def test_answers_to_a_command_line(argv: list[str], expected: list[str]) -> None:
     """All unknown flags at once, one line each."""
     lines = error_of(parse, argv, "jaxdist.train", "").splitlines()
     assert len(lines) == len(expected) and all(text in line for text, line in zip(expected, lines, strict=True)), lines
 
 
-def test_what_replicas_receive_is_right_with_and_without_more_devices() -> None:
+def test_the_answer_on_replicas_fits_any_number_of_devices() -> None:
     message = error_of(parse, ["--dp_replicate", "4"], "jaxdist.train", "")
     mesh = message.partition("--mesh ")[2].split()[0]
 

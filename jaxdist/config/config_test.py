@@ -290,14 +290,14 @@ def test_text_that_no_config_file_can_hold(field: str) -> None:
     assert Experiment.parse(tomllib.loads(named.to_toml()), source="x") == named
 
 
-def test_what_an_override_makes_obsolete_is_forgotten(tmp_path: Path) -> None:
+def test_settings_that_an_override_makes_obsolete_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(experiment("--precision", "bf16").on_data("f" * 32).to_toml(), encoding="utf-8")
     assert experiment("--config", str(file)).data.fingerprint == "f" * 32
     assert experiment("--config", str(file), "--data.path", "text.txt").data.fingerprint == ""
     kept = experiment("--config", str(file), "--data.fingerprint", "e", "--data.path", "text.txt")
     assert kept.data.fingerprint == "e"
-    # in either order
+    # flags in either order
     for argv in (
         ["--precision.reduce", "bfloat16", "--precision", "bf16"],
         ["--precision", "bf16", "--precision.reduce", "bfloat16"],

@@ -48,7 +48,7 @@ def test_a_closed_pipe_ends_the_process_silently() -> None:
     assert process.returncode == 1
 
 
-def test_what_a_disk_refuses_is_reported() -> None:
+def test_errors_of_a_disk_are_reported() -> None:
     message = re.escape("[Errno 28] No space left on device: 'report.html'; make room, or give another --output")
     with pytest.raises(TrainingError, match=f"^{message}$"), writes_to("--output"):
         raise OSError(errno.ENOSPC, "No space left on device", "report.html")

@@ -278,7 +278,7 @@ def test_a_fix_names_all_that_it_asks_for(argv: list[str]) -> None:
     assert followed(line_of(argv)) == 1
 
 
-def test_words_that_change_are_seen() -> None:
+def test_changed_words_are_found() -> None:
     line = line_of(["--mesh", "1x3"])
     together = {"model.heads": "12", "model.kv_heads": "6", "model.vocab_multiple": "3"}
     assert list(ways(refusal(line))) == [{"parallel.mesh": "tensor=2"}, together]

@@ -42,7 +42,7 @@ MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32
         ({"model": {"heads": 8}}, r"model.heads = 8: no such field"),
     ],
 )
-def test_what_images_cannot_have(values: dict[str, Any], message: str) -> None:
+def test_fields_that_images_cannot_have(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made = Experiment.parse({**values, "model": MODEL | values.get("model", {})}, source="test")
         made.check_mesh(made.parallel.axes())

@@ -126,7 +126,7 @@ def test_a_rank_that_unpickles_an_experiment_loads_its_plugins(
     assert pickle.loads(sent).plugins == tuple(registry.loaded) == (name,)
 
 
-def test_what_installed_packages_declare_is_loaded_by_every_command(
+def test_entry_points_are_loaded_by_every_command(
     package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, info = package("declared_plugin"), tmp_path / "declared-1.0.dist-info"

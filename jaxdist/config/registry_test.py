@@ -82,7 +82,7 @@ def test_a_taken_name_is_refused_with_both_owners() -> None:
         Family("llama", Toy, "nowhere.model:Toy")
 
 
-def test_ours_are_registered_before_those_of_others() -> None:
+def test_built_in_rows_are_registered_first() -> None:
     others: Registry[DataSource] = Registry("row", DataSource, "jaxdist.families.rows")
     assert default_family() == "llama" and [*others] == []
     others.register(DataSource("a"), Owner("one"))
@@ -142,7 +142,7 @@ def test_an_error_of_any_kind_names_its_row_and_reference(monkeypatch: pytest.Mo
         optional(sources, "a", "open")
 
 
-def test_what_a_plugins_code_raises_or_returns_names_its_row() -> None:
+def test_errors_and_results_of_a_plugins_code_name_its_row() -> None:
     rows: Registry[DataSource] = Registry("row", DataSource)
     rows.register(DataSource("a", lambda value: 6 // value), Owner("one"))
     rows.register(DataSource("b", lambda value: 6 // value), BUILT_IN)
@@ -165,7 +165,7 @@ def test_what_a_plugins_code_raises_or_returns_names_its_row() -> None:
         optional(rows, "a", "open", int)
 
 
-def test_what_is_no_row_is_refused() -> None:
+def test_other_objects_than_rows_are_refused() -> None:
     rows: Registry[Any] = Registry("row", DataSource)
     for wrong in (DataSource, "a", UpdateRule("a", {})):
         with pytest.raises(

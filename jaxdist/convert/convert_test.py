@@ -267,7 +267,7 @@ class TestCommandLine:
             main([str(tmp_path / "hf"), str(tmp_path / "half"), "--to", "hf", "--dtype", "float16"])
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
-    def test_the_same_kind_keeps_what_is_beside_the_weights(self, tmp_path: Path) -> None:
+    def test_the_same_kind_keeps_files_beside_the_weights(self, tmp_path: Path) -> None:
         folder = saved(tmp_path / "hf", MODELS["GPT2LMHeadModel"])
         (folder / "tokenizer.json").write_text("{}")
         (folder / "notes.txt").write_text("mine")
@@ -307,7 +307,7 @@ class TestCommandLine:
         assert all(name in shown for name in parameters) and f"{len(parameters)} tensors" in shown
 
     @pytest.mark.parametrize("place", ["hf/model.safetensors", "run/checkpoints/0/parameters"])
-    def test_inspect_what_only_a_mapping_converts(
+    def test_inspect_a_tree_that_only_a_mapping_converts(
         self, place: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         saved(tmp_path / "hf", MODELS["Qwen3ForCausalLM"])

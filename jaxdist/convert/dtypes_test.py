@@ -40,7 +40,7 @@ def test_float64_is_rounded_to_bfloat16_once() -> None:
     assert np.array_equal(found, [nearest(number) for number in numbers])
 
 
-def test_numbers_that_are_none_stay_such() -> None:
+def test_values_that_are_not_finite_stay_so() -> None:
     special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 5e-324, -5e-324])
     found = cast("a", special, BFLOAT16).astype(np.float64)
     assert np.array_equal(found, [np.nan, np.nan, np.inf, -np.inf, 0, 0, 0, 0], equal_nan=True)

@@ -75,7 +75,7 @@ def error(folder: Path, model: Model, parameters: dict[str, np.ndarray]) -> floa
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", often(ALL, QUICK))
-def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
+def test_transformers_reads_written_folders(name: str, tmp_path: Path) -> None:
     model, parameters = ALL[name], drawn(ALL[name])
     made, report = read(saved(tmp_path / "hf", model, parameters), model)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -100,7 +100,9 @@ def test_a_dtype_that_is_written(tmp_path: Path) -> None:
         pytest.param("ResNetForImageClassification deep", "running_mean", "bias", marks=pytest.mark.slow),
     ],
 )
-def test_a_mistaken_table_is_seen(name: str, a: str, b: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_a_table_is_found(
+    name: str, a: str, b: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted: two of their names are swapped, except in the head."""
     model, parameters = ALL[name], drawn(ALL[name])
     tables, names = resolve(FAMILIES[model.family].tables), {a: b, b: a}
@@ -115,7 +117,7 @@ def test_a_mistaken_table_is_seen(name: str, a: str, b: str, tmp_path: Path, mon
     assert error(tmp_path / "hf", model, parameters) > 1e-3
 
 
-def test_what_transformers_cannot_read_is_reported(tmp_path: Path) -> None:
+def test_folders_that_transformers_cannot_read_are_reported(tmp_path: Path) -> None:
     folder = saved(tmp_path / "hf", MODELS["GPT2LMHeadModel"])
     (folder / "model.safetensors").unlink()
     with pytest.raises(TrainingError, match=r"cannot compute the logits of \S+hf: OSError: .*Leave out --verify"):

@@ -87,7 +87,7 @@ STORED: dict[str, Callable[[Any], Any]] = {
     ids=["the same", "turned", "one is three"],
 )
 @pytest.mark.parametrize("stored", STORED)
-def test_a_unit_takes_what_is_stated(
+def test_a_unit_takes_the_stated_memory(
     stored: str, model: Model, naming: str, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise more units would be converted at once than fit into memory."""

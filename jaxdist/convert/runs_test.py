@@ -180,7 +180,7 @@ def test_a_linked_checkpoint_finds_its_run(kind: str, link: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["orbax", "dcp"])
-def test_a_newest_checkpoint_that_lacks_what_shows_its_kind(kind: str, tmp_path: Path) -> None:
+def test_a_newest_checkpoint_without_the_files_of_its_kind(kind: str, tmp_path: Path) -> None:
     """The newest complete one is read, as for other missing files."""
     if kind == "dcp":
         pytest.importorskip("torch")
@@ -195,7 +195,7 @@ def test_a_newest_checkpoint_that_lacks_what_shows_its_kind(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize("values", [{"names": ["a"]}, {"step": "7"}, {"index": 3}, {"kind": None}, {"more": 1}, []])
-def test_what_origin_says_of_another_type(values: Any, tmp_path: Path) -> None:
+def test_an_origin_with_values_of_another_type(values: Any, tmp_path: Path) -> None:
     run = written(tmp_path / "run", "orbax", replace(content_of(MODELS["Qwen3ForCausalLM"]), origin=Origin("hf")))
     file = run / "origin" / "origin.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values if values else values))

@@ -333,7 +333,7 @@ class TestThereAndBack:
         "name",
         ["../tokenizer.json", "additional_chat_templates/../x", "additional_chat_templates/a/b", "/tokenizer.json"],
     )
-    def test_names_that_are_none_of_what_goes_along(self, name: str) -> None:
+    def test_names_that_companion_files_cannot_have(self, name: str) -> None:
         assert is_companion("tokenizer.json") and is_companion("additional_chat_templates/tool.jinja")
         assert not is_companion(name)
 

@@ -31,7 +31,7 @@ MIXED = to_settings(MODELS["Qwen3MoeForCausalLM"], "float32")
 
 class TestConfig:
     @pytest.mark.parametrize("model_type", sorted({*model_types()} - {"resnet"}))
-    def test_an_absent_key_means_what_transformers_takes_it_for(self, model_type: str) -> None:
+    def test_an_absent_key_has_transformers_default(self, model_type: str) -> None:
         """A file with sizes alone and the same file completed by transformers give one model."""
         transformers = pytest.importorskip("transformers")
         bare: dict[str, Any] = {"model_type": model_type}
@@ -108,7 +108,7 @@ class TestConfig:
             ([], r"is not a table of settings"),
         ],
     )
-    def test_what_cannot_be_computed_is_named(self, settings: Any, expected: str, tmp_path: Path) -> None:
+    def test_settings_that_cannot_be_computed_are_named(self, settings: Any, expected: str, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(settings))
         with pytest.raises(ConfigError) as error:
             read_hf(tmp_path)
@@ -127,7 +127,7 @@ class TestConfig:
         ],
         ids=str,
     )
-    def test_what_no_architecture_expresses(self, fields: dict[str, Any], tmp_path: Path) -> None:
+    def test_models_that_no_architecture_expresses(self, fields: dict[str, Any], tmp_path: Path) -> None:
         model = Llama(**SMALL, **fields)
         run_of(tmp_path / "run", model)
         with pytest.raises(ConfigError, match=r"none of LlamaForCausalLM, .* combines these"):

@@ -126,7 +126,7 @@ def test_a_conversion_that_is_ended(kind: str, number: signal.Signals, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_was_there_is_back_where_the_new_cannot_take_its_name(
+def test_the_old_target_returns_if_the_new_one_cannot_take_its_name(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, rename = tmp_path / "b", Path.rename
@@ -146,7 +146,7 @@ def test_what_was_there_is_back_where_the_new_cannot_take_its_name(
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_comes_meanwhile_is_kept(kind: str, tmp_path: Path) -> None:
+def test_a_target_created_meanwhile_is_kept(kind: str, tmp_path: Path) -> None:
     target = tmp_path / "b"
     theirs = target if kind == "file" else target / "theirs"
     with pytest.raises(ConfigError, match=r"TARGET \S+ exists"), whole_or_nothing(target) as partial:
@@ -156,7 +156,7 @@ def test_what_comes_meanwhile_is_kept(kind: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["b"] and theirs.read_text() == "theirs"
 
 
-def test_what_comes_into_it_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_files_added_to_a_target_meanwhile_are_kept(tmp_path: Path) -> None:
     source, target = (written(tmp_path / name, "hf", content_of(MODEL)) for name in "ab")
     write = KINDS["hf"].format.write
 
@@ -183,7 +183,7 @@ def test_a_link_under_a_name_of_ours(part: str, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "mine"] and not (tmp_path / "b").is_symlink()
 
 
-def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "TRIES", 1)
     monkeypatch.setattr(target_module.shutil, "rmtree", lambda *_, **__: None)
     sibling(tmp_path / "b", "partial").mkdir()

@@ -151,7 +151,7 @@ class TestLogits:
         return written(tmp_path / "hf", "hf", content_of(MODELS["Qwen3ForCausalLM biases window"]))
 
     @pytest.mark.parametrize(("kind", "swap"), TABLES_MISTAKEN)
-    def test_a_mistaken_table_is_found(
+    def test_verify_finds_a_mistake_in_a_table(
         self, kind: str, swap: tuple[str, str], hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A round trip with the same mistake would hide it."""
@@ -193,7 +193,7 @@ class TestLogits:
         assert "transformers cannot be imported: cannot import name 'x'" in output and BY_US in output
 
     @pytest.mark.parametrize("target", often(["b.pt", "dcp"], ["dcp"]))
-    def test_of_other_kinds_the_table_is_reported_as_unchecked(
+    def test_for_other_kinds_the_table_is_reported_as_unchecked(
         self, target: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main([str(hf), str(tmp_path / "run")])
@@ -261,7 +261,7 @@ class TestLogits:
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_distance_of_what_is_no_number() -> None:
+def test_a_distance_that_is_not_finite() -> None:
     nan, one = np.array([np.nan, 1.0]), np.ones(2)
     assert verify.apart(nan, nan) == verify.apart(one * 0, one * 0) == 0
     assert verify.apart(nan, one) == verify.apart(one, one * np.inf) == verify.apart(one * 0, one) == np.inf
@@ -279,7 +279,7 @@ class TestSourceThatChanged:
             main([str(damaged), str(tmp_path / "target"), "--to", "dcp"])
         assert not (tmp_path / "target").exists()
 
-    def test_explains_what_else_is_raised(self, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_explains_other_errors(self, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def confused(*_: Any) -> None:
             raise ConfigError("numbers as no others")
 
@@ -287,7 +287,7 @@ class TestSourceThatChanged:
         with pytest.raises(ConfigError, match="is damaged"):
             main([str(damaged), str(tmp_path / "target"), "--to", "dcp"])
 
-    def test_is_not_waited_for_by_what_cannot_be_written(
+    def test_is_not_awaited_when_the_target_cannot_be_written(
         self, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refused(*_: Any) -> None:

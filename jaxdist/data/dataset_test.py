@@ -63,7 +63,7 @@ def test_shuffled_differs_by_epoch_and_seed(tmp_path: Path) -> None:
     assert not np.array_equal(first, seen(found, 1, 100, seed=1))
 
 
-def test_a_batch_does_not_depend_on_what_was_read_before(tmp_path: Path) -> None:
+def test_a_batch_does_not_depend_on_earlier_reads(tmp_path: Path) -> None:
     found = numbered(tmp_path, 50)
     late = found.batch(9, 8, 3)
     seen(found, 5, 8)

@@ -70,7 +70,7 @@ FILES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_json_is_read_as_what_it_is(tmp_path: Path, name: str) -> None:
+def test_json_is_read_by_its_form(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(FILES[name])
     assert read(tmp_path / name) == WANTED
 
@@ -429,7 +429,7 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, name: str) -> None:
     content, message = DAMAGED[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message) as raised:

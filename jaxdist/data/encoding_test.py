@@ -132,7 +132,7 @@ def test_tokenizers_in_other_formats_are_named(folder: Path, name: str, message:
             opened(folder, str(path))
 
 
-def test_where_there_is_none_the_table_says_so(folder: Path) -> None:
+def test_the_table_reports_a_missing_end(folder: Path) -> None:
     stream = opened(folder, tokenizer(folder, "<stop>"))
     assert len(stream) == 7 and "none: documents run into one another" in stream.rows["end of document"]
     assert "data.end_of_text" in stream.rows["end of document"]
@@ -146,7 +146,7 @@ def test_bytes(folder: Path) -> None:
         assert bytes(stream.read(0, len(stream)).tolist()) == "".join(found + wanted for found in TEXTS).encode()
 
 
-def test_what_is_not_encoded_has_its_own_ends(folder: Path) -> None:
+def test_ids_have_their_own_ends(folder: Path) -> None:
     for name, expected in (("a.txt", "files are joined without a separator"), ("a.npy", "as the ids have it")):
         if name == "a.txt":
             (folder / name).write_text("some text")

@@ -153,7 +153,7 @@ def test_other_files_beside_data_are_left_alone(tmp_path: Path) -> None:
         opened(tmp_path / "a.lock")
 
 
-def test_data_in_folders_and_what_is_no_data_are_named(tmp_path: Path) -> None:
+def test_data_in_folders_and_other_files_are_named(tmp_path: Path) -> None:
     write(tmp_path / "en" / "a.npy", 1)
     (tmp_path / "README.md").write_text("a card")
     with pytest.raises(ConfigError, match=r"folders whose names say no split \(en\); give one of these"):

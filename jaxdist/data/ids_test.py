@@ -41,7 +41,7 @@ CONTENTS = {
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64"])
 @pytest.mark.parametrize("content", CONTENTS)
-def test_the_type_of_ids_is_seen(tmp_path: Path, content: str, dtype: str) -> None:
+def test_the_type_of_ids_is_detected(tmp_path: Path, content: str, dtype: str) -> None:
     vocab, make = CONTENTS[content]
     if dtype == "uint16" and vocab > 65536:
         return  # this type cannot hold the content

@@ -224,7 +224,7 @@ def test_data_in_another_order_are_others(tmp_path: Path, size: int) -> None:
             open_dataset(Data(path=str(file), fingerprint=before), 512)
 
 
-def test_a_run_that_an_earlier_version_began_goes_on(tmp_path: Path, words: str) -> None:
+def test_an_earlier_versions_run_continues(tmp_path: Path, words: str) -> None:
     file = lines(tmp_path / "a.jsonl", *[{"text": "the cat sat"}] * 100)
     hashed = hashlib.blake2b(Path(words).read_bytes(), digest_size=16).hexdigest()
     for identity, tokenizer in (("bytes", "bytes"), (hashed, words)):
@@ -242,7 +242,7 @@ def test_a_run_that_an_earlier_version_began_goes_on(tmp_path: Path, words: str)
         open_dataset(Data(path=str(tmp_path / "a.bin"), fingerprint=recorded), 512)
 
 
-def test_a_run_that_took_all_files_together_goes_on_so(tmp_path: Path) -> None:
+def test_a_run_that_read_all_files_together_continues_so(tmp_path: Path) -> None:
     for name in ("train", "val"):
         np.save(tmp_path / f"{name}.npy", np.arange(300, dtype=np.uint16))
     recorded = begun_earlier(tmp_path, "uint16", "train.npy", "val.npy")

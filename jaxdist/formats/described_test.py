@@ -189,7 +189,7 @@ def test_another_family_than_that_of_the_config(config: str, tmp_path: Path) -> 
     assert asked("--config", tmp_path / "both.toml", "--model.family", "gpt2").model.family == "gpt2"
 
 
-def test_resuming_what_is_no_run_names_what_to_do_instead(run: Path, tmp_path: Path) -> None:
+def test_resuming_another_folder_than_a_run_names_a_fix(run: Path, tmp_path: Path) -> None:
     for path in (run / "checkpoints/3", run / "config.toml"):
         message = refused("--resume", path)
         assert f"it belongs to the run {run}: give --resume {run}, which continues" in message

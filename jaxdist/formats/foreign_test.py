@@ -134,7 +134,7 @@ def test_links_of_the_hugging_face_cache(tmp_path: Path) -> None:
             within(revision, name)
 
 
-def test_blobs_that_lie_elsewhere(tmp_path: Path) -> None:
+def test_blobs_in_another_place(tmp_path: Path) -> None:
     revision, blobs = cache(tmp_path), tmp_path / "models--org--name" / "blobs"
     blobs.rename(tmp_path / "elsewhere")
     blobs.symlink_to(tmp_path / "elsewhere")
@@ -145,7 +145,7 @@ def test_blobs_that_lie_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "3", "{}", '{"weight_map": 3}', '{"weight_map": {"t": 3}}', '{"weight_map": {"t": ["a"]}}']
 )
-def test_an_index_that_is_none(content: str, folder: Path) -> None:
+def test_an_invalid_index(content: str, folder: Path) -> None:
     (folder / INDEX).write_text(content)
     with pytest.raises(ConfigError, match=f"{INDEX}: .*give an index with a weight_map"):
         indexed(folder)
@@ -175,7 +175,7 @@ def failing(*args: Any) -> Any:
 @pytest.mark.parametrize(
     "put", [Path.mkdir, os.mkfifo, lambda file: file.symlink_to("b")], ids=["folder", "pipe", "dangling link"]
 )
-def test_what_takes_the_place_of_a_file(put: Callable[[Path], None], tmp_path: Path) -> None:
+def test_other_entries_in_place_of_a_file(put: Callable[[Path], None], tmp_path: Path) -> None:
     (tmp_path / "a").write_text("weights")
     seal(tmp_path)
     (tmp_path / "a").unlink()

@@ -79,7 +79,7 @@ def test_every_key_of_a_rotation_is_decided() -> None:
     assert not rope.RopeParameters.__annotations__.keys() - ROPE.keys()
 
 
-def test_a_key_that_is_not_decided_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undecided_key_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     less = {name: d for name, d in DECISIONS["llama"].items() if name != "attention_dropout"}
     monkeypatch.setitem(DECISIONS, "llama", less)
     with pytest.raises(AssertionError, match="not decided"):
@@ -87,7 +87,7 @@ def test_a_key_that_is_not_decided_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("model_type", DECISIONS)
-def test_what_is_honoured_changes_the_model_or_is_refused(model_type: str) -> None:
+def test_keys_that_are_read_change_the_model_or_are_refused(model_type: str) -> None:
     right = values_of(of(model_type))
     assert isinstance(right, dict), right
     for name, decision in DECISIONS[model_type].items():
@@ -101,7 +101,7 @@ def test_what_is_honoured_changes_the_model_or_is_refused(model_type: str) -> No
 
 
 @pytest.mark.parametrize("model_type", DECISIONS)
-def test_what_is_fixed_is_refused_by_name_and_all_at_once(model_type: str) -> None:
+def test_keys_with_one_supported_value_are_refused_by_name_and_all_at_once(model_type: str) -> None:
     fixed = {name: d for name, d in DECISIONS[model_type].items() if d.effect is Effect.FIXED}
     wrong = dict.fromkeys(fixed, "x")
     message = values_of(of(model_type, **wrong))
@@ -208,7 +208,7 @@ def test_a_top_level_original_length_has_priority(tmp_path: Path) -> None:
         ("llama", {"logits_scaling": 8.0, "residual_multiplier": 0.2}, r"residual_multiplier = 0.2(.|\n)*logits_scal"),
     ],
 )
-def test_what_changes_the_numbers_is_refused(model_type: str, more: dict[str, Any], expected: str) -> None:
+def test_keys_that_change_the_numbers_are_refused(model_type: str, more: dict[str, Any], expected: str) -> None:
     message = values_of(of(model_type, **more))
     assert isinstance(message, str) and re.search(expected, message), message
 

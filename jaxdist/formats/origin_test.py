@@ -54,7 +54,7 @@ def test_files_and_dtype_of_a_folder(dtypes: list[type], right: str, tmp_path: P
     assert found.dtype == right and found.left == (".hidden",)
 
 
-def test_a_run_that_begins_with_a_run_keeps_what_that_kept(tmp_path: Path) -> None:
+def test_a_run_from_a_run_keeps_its_origin(tmp_path: Path) -> None:
     source = folder(tmp_path / "hf", np.float32)
     first = saved(run(tmp_path / "a", source), 3)
     for given in (first, first / "checkpoints/3"):
@@ -76,14 +76,14 @@ def test_only_the_beginning_writes(tmp_path: Path) -> None:
     assert not (run(path, None) / "origin").exists()
 
 
-def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_origin_is_refused(tmp_path: Path) -> None:
     path = saved(run(tmp_path / "run", folder(tmp_path / "hf", np.float32)), 1)
     (path / "origin/files/tokenizer.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"origin is damaged: its file files/tokenizer.json .*; remove it"):
         companion_files(path)
 
 
-def test_what_stays_behind_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_left_behind_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", folder(tmp_path / "hf", np.float32))
     assert capsys.readouterr().out == "files of the starting folder that are not copied: .hidden\n"
     assert CompanionFiles({}).left == ()

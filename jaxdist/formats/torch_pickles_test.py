@@ -177,7 +177,7 @@ SAVED: dict[str, Any] = {
 
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("what", SAVED)
-def test_what_scripts_save(what: str, old: bool, tmp_path: Path) -> None:
+def test_values_that_scripts_save(what: str, old: bool, tmp_path: Path) -> None:
     torch.save({"a": SAVED[what]}, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
     found = torch_files.load(tmp_path / "a.pt", **({} if old else {"mapped": True}))["a"]
     assert type(found) is type(SAVED[what])

@@ -65,7 +65,7 @@ def dispatched(devices: int, capacity: float, valid: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [0.0, 0.6, 1.0, 9.0])
-def test_experts_take_what_they_have_room_for(devices: int, capacity: float) -> None:
+def test_experts_take_tokens_up_to_their_capacity(devices: int, capacity: float) -> None:
     room = MODEL.model_copy(update={"capacity": capacity}).room(T)
     assert room == {0.0: T, 0.6: 2, 1.0: 3, 9.0: T}[capacity]
     found = dispatched(devices, capacity, np.ones((B, T), bool))

@@ -125,7 +125,7 @@ def test_activations_once_a_tick() -> None:
 
 
 @pytest.mark.long
-def test_layers_lie_in_the_order_of_stages() -> None:
+def test_layers_are_in_the_order_of_stages() -> None:
     p = program(model=dict(DEEP, layers=8), **STAGES["interleaved"])
     assert p.placement.layers.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     state = p.initialize()

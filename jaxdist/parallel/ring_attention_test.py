@@ -158,7 +158,7 @@ def test_a_fused_kernel_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch, w
     assert asked == ["cudnn"] * 2
 
 
-def test_what_has_no_fused_kernel_is_attended_by_ours() -> None:
+def test_attention_without_a_fused_kernel_is_ours() -> None:
     q, k, v, _ = map(jnp.asarray, inputs(48))
     np.testing.assert_array_equal(fused_attend(q, k, v, 5), attend(q, k, v, 5))
     kernels = {(dtype, size): has_kernel(dtype, size) for dtype in ("float32", "bfloat16") for size in (64, 12, 256)}

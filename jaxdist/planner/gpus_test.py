@@ -173,8 +173,8 @@ def test_where_the_form_is_far_off(row: tuple[str, dict[str, str], float, float]
     assert ratio(*row[:3]) == pytest.approx(row[3], abs=0.01)
 
 
-def test_logits_that_are_held_twice_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form of a loss that keeps its softmax."""
+def test_logits_held_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the form of a loss that keeps its softmax."""
     monkeypatch.setattr(DecoderFootprint, "logits", property(lambda f: f.arrays({"V": (1, 1)})))
     assert max(abs(ratio(*row) - 1) for row in PEAKS) > 0.15
 
@@ -194,7 +194,7 @@ AGAIN = (PEAKS[3], PEAKS[5], FAR[-1][:3])  # run by every suite
 @needed
 @pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="the record is of jax 0.10")
 @pytest.mark.parametrize("row", often(ROWS, AGAIN), ids=named)
-def test_the_record_is_of_what_is_compiled(row: tuple[str, dict[str, str], float]) -> None:
+def test_the_record_is_of_the_compiled_step(row: tuple[str, dict[str, str], float]) -> None:
     config, fields, peak = row
     line = [text for name, value in fields.items() for text in (f"--{name}", value)]
     assert compiled("--config", config, *line)["compiled"]["memory"]["peak"] / 1e9 == pytest.approx(peak, rel=1e-3)
@@ -224,7 +224,7 @@ def test_fsdp_on_eight_gpus(overlap: str) -> None:
 
 @pytest.mark.long
 @needed
-def test_gradients_of_another_dtype_are_seen() -> None:
+def test_gradients_of_another_dtype_are_found() -> None:
     program = compiled(*LLAMA, "false", "--mesh", "8x1", "--precision.reduce", "bfloat16")["compiled"]
     assert ("reduce-scatter", "bf16") in {(o["op"], o["dtype"]) for o in program["overlaps"] if o["looped"]}
 

@@ -205,7 +205,7 @@ def test_without_a_choice_nothing_is_reported() -> None:
         ("qwen3-30b-a3b on 32", r"idle \d+%", "idle 1%"),
     ],
 )
-def test_what_is_false_is_caught(case: str, true: str, false: str) -> None:
+def test_false_reasons_are_caught(case: str, true: str, false: str) -> None:
     plan = recommended(case)[0]
     sentences = reasons(plan)
     planted = [text for sentence in sentences if (text := re.sub(true, false, sentence, count=1)) != sentence]
@@ -223,7 +223,7 @@ def test_what_is_false_is_caught(case: str, true: str, false: str) -> None:
         "fsdp divides parameters, gradients and optimizer state over 8 devices, with 7% of the step: ddp would fit",
     ],
 )
-def test_what_cannot_be_checked_is_not_claimed(sentence: str) -> None:
+def test_unchecked_reasons_are_not_claimed(sentence: str) -> None:
     with pytest.raises(AssertionError):
         check(recommended("llama-1b on 8 a100")[0], sentence)
 
@@ -276,7 +276,7 @@ def test_the_batch_is_named_where_it_does_not_fit() -> None:
     assert recommend(load("resnet-50", {"train.batch": 8}), 8, device)
 
 
-def test_what_neither_batch_nor_memory_is_the_cause_of_says_so_itself() -> None:
+def test_other_causes_than_batch_and_memory_are_reported() -> None:
     e = load(None, {"memory.loss_chunks": 4096})
     with pytest.raises(
         ConfigError, match=r"memory.loss_chunks = 4096 are more than the 256 tokens .*; use at most 256"

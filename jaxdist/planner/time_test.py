@@ -39,7 +39,7 @@ def test_what_a_gpu_took(config: str, fields: dict[str, Any], took: float, withi
     assert plan(config, "h200", **fields).tokens_per_second == pytest.approx(took, rel=within)
 
 
-def test_arithmetic_is_what_a_run_reports() -> None:
+def test_arithmetic_equals_that_of_a_run() -> None:
     """Without recomputation, products and attention of all devices equal `flops_per_token`'s, except for the fifth
     product of attention's backward pass."""
     one = plan("llama-1b", memory__remat="none", train__batch=8)
@@ -132,7 +132,7 @@ def test_a_pipeline_waits() -> None:
         ("tensor=16", "tensor", 8 * 50e9),
     ],
 )
-def test_how_fast_an_axis_is(mesh: str, axis: str, bandwidth: float) -> None:
+def test_the_speed_of_an_axis(mesh: str, axis: str, bandwidth: float) -> None:
     axes = load(None, {"parallel.mesh": mesh}).parallel.axes()
     assert reach(axes, axis, hardware("h100"))[0] == bandwidth
 

@@ -82,7 +82,7 @@ def test_damage_is_found_and_named(tmp_path: Path, how: str) -> None:
     assert by_size is None if how in ("flipped", "swapped") else message in (by_size or "")
 
 
-def test_what_is_sealed_again_is_whole_again(tmp_path: Path) -> None:
+def test_a_checkpoint_sealed_again_is_complete(tmp_path: Path) -> None:
     folder = write(tmp_path, 3)
     flip(folder / "a")
     assert damage(folder)
@@ -119,7 +119,7 @@ def test_an_end_within_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     "content",
     ["", "{", "[]", "3", '{"files": {}}', '{"files": {"a": {}}}', '{"files": []}', '{"files": {"a": {"bytes": "x"}}}'],
 )
-def test_a_manifest_that_is_none(tmp_path: Path, content: str) -> None:
+def test_an_invalid_manifest(tmp_path: Path, content: str) -> None:
     folder = write(tmp_path, 3)
     (folder / MANIFEST).write_text(content)
     assert damage(folder) == f"its {MANIFEST} cannot be read"
@@ -233,11 +233,11 @@ def test_known_checksums_are_not_computed_again(tmp_path: Path) -> None:
     assert damage(tmp_path) == "its file a has changed since it was written"
 
 
-def test_what_others_wrote_has_no_manifest_and_passes(tmp_path: Path) -> None:
+def test_other_programs_checkpoints_without_a_manifest_pass(tmp_path: Path) -> None:
     assert whole_checkpoint(tmp_path) == tmp_path and newest_whole(tmp_path / "none") is None
 
 
-def test_what_was_interrupted_is_dropped_and_what_comes_later_set_aside(tmp_path: Path) -> None:
+def test_interrupted_saves_are_dropped_and_later_checkpoints_set_aside(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         write(tmp_path, step)
     unfinished(tmp_path, 12).mkdir()
@@ -247,7 +247,7 @@ def test_what_was_interrupted_is_dropped_and_what_comes_later_set_aside(tmp_path
     assert damage(tmp_path / "10.damaged") is None
 
 
-def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
+def test_checkpoints_set_aside_earlier_stay(tmp_path: Path) -> None:
     for text in "abc":
         (write(tmp_path, 10) / "which").write_text(text)
         clean(tmp_path, 4)
@@ -271,7 +271,7 @@ def test_a_step_that_is_written_again_replaces_the_first(tmp_path: Path) -> None
         (Checkpoint(keep=9), [0, 5, 10, 15, 20, 25]),
     ],
 )
-def test_what_is_kept(tmp_path: Path, config: Checkpoint, left: list[int]) -> None:
+def test_which_checkpoints_are_kept(tmp_path: Path, config: Checkpoint, left: list[int]) -> None:
     for step in (5, 10, 15, 20, 25, 0):
         write(tmp_path, step)
     thin(tmp_path, config)
@@ -385,9 +385,7 @@ def test_earlier_checkpoints_that_are_removed_in_the_middle_of_a_run(
         (errno.ENOTCONN, "fix that"),
     ],
 )
-def test_what_helps_follows_the_reason(
-    number: int, helps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fix_fits_the_reason(number: int, helps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "LINGER", 0.0)
     reason = os.strerror(number)
     saves = Saves(tmp_path, Checkpoint())

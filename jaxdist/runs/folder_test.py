@@ -184,7 +184,7 @@ def test_a_resume_takes_the_config_of_the_run(line: list[str], run: Path) -> Non
     RunFolder(run, more, resume=True)
 
 
-def test_what_a_resume_is_refused_for(run: Path, tmp_path: Path) -> None:
+def test_refused_resumes(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it is not a run, .*; there is one within it: give --resume .*run$"):
         parsed("--resume", str(tmp_path))
     parsed("--resume", str(run))  # as in the message
@@ -291,7 +291,7 @@ class TestRunFolder:
         for more in ((), ("--data.split", "share"), ("--data.end_of_text", "</s>"), ("--data.bin_dtype", "int64")):
             assert RunFolder(tmp_path, experiment(*more), resume=True).experiment.data.fingerprint == "0" * 32
 
-    def test_a_longer_run_names_what_keeps_its_schedule(self, tmp_path: Path) -> None:
+    def test_a_longer_run_names_the_flags_that_keep_its_schedule(self, tmp_path: Path) -> None:
         RunFolder(tmp_path, Experiment()).create(Experiment().on_data("0" * 32))
         with pytest.raises(ConfigError, match=r"train.steps is where the decay ends .* --optimizer.decay_steps 300"):
             RunFolder(tmp_path, experiment("--steps", "900"), resume=True)

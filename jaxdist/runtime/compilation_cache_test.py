@@ -56,7 +56,7 @@ def programs(home: Path) -> list[Path]:
     return sorted((home / "jaxdist" / "compiled").iterdir())
 
 
-def test_a_second_start_loads_what_is_whole(tmp_path: Path) -> None:
+def test_a_second_start_loads_complete_entries(tmp_path: Path) -> None:
     asked, found = start(tmp_path)
     assert asked > found == 0 and len(programs(tmp_path)) == asked  # none of what was compiled later
     assert (tmp_path / "jaxdist" / "compiled").stat().st_mode & 0o777 == 0o700
@@ -107,7 +107,7 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
     assert cache.get("b") is None
 
 
-def test_what_cannot_be_written_is_left(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_left(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "removed", most=300)
     cache.put("a", b"program")
     assert cache.get("a") is None

@@ -48,7 +48,7 @@ def given(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, str]) -> Launch 
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "[::1]:7"}, Launch("SLURM", 4, 2, 0, ("::1", 7))),
     ],
 )
-def test_launchers_are_known_by_what_they_set(
+def test_launchers_are_known_by_their_variables(
     environment: dict[str, str], found: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert given(monkeypatch, environment) == found
@@ -92,7 +92,7 @@ def test_one_process_is_alone(environment: dict[str, str], monkeypatch: pytest.M
         (PLAIN | {"JAX_COORDINATOR_ADDRESS": "node1:70000"}, "the port from 1 to 65535"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_inconsistent_variables_are_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:

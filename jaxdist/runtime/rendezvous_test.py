@@ -56,7 +56,7 @@ def test_all_know_all_machines() -> None:
         ([Present(1, 3, "b", ARGUMENTS)], TrainingError, "2 of 3 processes came to localhost"),
     ],
 )
-def test_what_is_wrong_is_reported_by_the_first(others: list[Present], kind: type[Exception], message: str) -> None:
+def test_a_mistake_is_reported_by_the_first_process(others: list[Present], kind: type[Exception], message: str) -> None:
     first, *rest = meet(*others, size=3, seconds=0.5)
     assert isinstance(first, kind) and message in str(first)
     assert [type(other) for other in rest] == [SystemExit] * len(others)
@@ -74,7 +74,7 @@ def test_a_process_whose_variables_make_no_sense_is_reported_by_the_first(number
 
 
 @pytest.mark.long
-def test_what_all_have_wrong_is_reported_once() -> None:
+def test_a_mistake_on_all_is_reported_once() -> None:
     refusing = [Present(rank, 0, "a", ARGUMENTS, REFUSAL) for rank in range(3)]
     first, *rest = meet(*refusing[1:], size=3, first=refusing[0], seconds=1)
     assert isinstance(first, ConfigError) and str(first) == REFUSAL

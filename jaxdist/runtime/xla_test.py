@@ -35,7 +35,7 @@ def test_all_are_known_to_this_version() -> None:
     assert all(xla.known(name, value) for name, value in xla.YNN.items())
 
 
-def test_what_a_version_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_unknown_to_a_version_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "OVERLAP", ("xla_gpu_of_another_time", xla.OVERLAP[0]))
     assert xla.options(Parallel(overlap=True)) == {xla.OVERLAP[1]: True}
 
@@ -97,7 +97,7 @@ def test_none_is_compiled_within_groups_of_one() -> None:
     assert found and not [groups for groups in found if "{0}" in groups or groups.startswith("[2,1]")]
 
 
-def test_what_xla_flags_name_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_in_xla_flags_are_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, _ = make_mesh(tiny(parallel={"mesh": "fsdp=2"}), "cpu")
     (name,) = xla.on_cpus(mesh)
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false --{name}=")

@@ -94,7 +94,7 @@ def not_written_back(update: Any) -> Any:
     return wrong
 
 
-def test_moments_that_stay_behind_are_seen(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_that_stay_on_the_device_are_found(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = train(tiny(**PAIR), batches, STEPS)
     monkeypatch.setattr(Step, "update", not_written_back(Step.update))
     wrong = train(tiny(**PAIR), batches, STEPS)
@@ -111,7 +111,7 @@ def kinds(state: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("offload", often([BOTH, *BOTH.split(",")], [BOTH]))
-def test_it_lies_on_the_host_between_steps(offload: str, batches: Any) -> None:
+def test_it_is_on_the_host_between_steps(offload: str, batches: Any) -> None:
     p = built(PAIR | {"memory": {"offload": offload}})
     expected = [{rematerialization.HOST} if kind in offload else {"device"} for kind in ("parameters", "optimizer")]
     state = p.initialize()
@@ -128,14 +128,14 @@ def test_it_lies_on_the_host_between_steps(offload: str, batches: Any) -> None:
     )
 
 
-def test_a_state_that_stays_on_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_stays_on_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "offloaded", lambda shardings: shardings)
     p = built({"memory": {"offload": BOTH}})
     assert kinds(p.initialize()) == {"device"} and bytes_on_device(p.abstract, offloaded=True) == 0
 
 
 @pytest.mark.parametrize(("owner", "offload"), [(collectives, "parameters"), (step, "optimizer")])
-def test_what_is_not_fetched_does_not_trace(owner: Any, offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_are_not_fetched_do_not_trace(owner: Any, offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "on_device", lambda arrays, after=None: arrays)
     p = built({"parallel": {"mesh": "2x4", "strategy": "zero1"}, "memory": {"offload": offload}})
     with pytest.raises(ValueError, match="memory_space"):

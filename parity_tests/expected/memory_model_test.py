@@ -62,7 +62,7 @@ MORE: list[dict[str, Any]] = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES, *slow(MORE)], ids=lambda case: " ".join(map(str, case.values())))
-def test_what_a_compiled_step_takes(case: dict[str, Any]) -> None:
+def test_memory_of_a_compiled_step(case: dict[str, Any]) -> None:
     e = experiment(**case)
     held = compile_plan(e).memory
     assert sum(scratch(e).peak(JAX).values()) == pytest.approx(beyond_state(held), rel=0.15)
@@ -91,7 +91,7 @@ MEASURED: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("case", "measured"), MEASURED, ids=lambda x: str(x))
-def test_what_a_run_of_torch_took(case: dict[str, Any], measured: int) -> None:
+def test_memory_of_a_run_of_torch(case: dict[str, Any], measured: int) -> None:
     assert sum(scratch(experiment(**case)).peak(TORCH).values()) == pytest.approx(measured, rel=0.1)
 
 
@@ -140,7 +140,7 @@ def test_a_leak_is_caught_on_either_side(side: str) -> None:
     assert not holds(e, held | {"peak": fits + 16 * 4 * 256 * 1024 * 3}, side)  # MLP weights of all blocks
 
 
-def test_causes_sum_to_what_was_measured() -> None:
+def test_causes_sum_to_the_measurement() -> None:
     e = experiment(**{"parallel.mesh": "2x4"})
     held = {side: {"parameters": 1, "optimizer_state": 2, "peak": size} for side, size in ((JAX, 4e7), (TORCH, 3e7))}
     causes = scratch(e).causes(held)

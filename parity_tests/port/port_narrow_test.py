@@ -65,7 +65,7 @@ class TestNarrow:
         assert verdict.word == "not_equivalent" and verdict.failed[0].level == "mathematics"
         assert written["parting"]["tensor"] == "activation/2"
 
-    def test_what_training_amplifies_beyond_float32_is_open(self, tmp_path: Path) -> None:
+    def test_runs_amplified_beyond_float32_are_left_open(self, tmp_path: Path) -> None:
         """Equal runs may then differ by so much that a mistake would pass."""
         wave = Wave()
         port = square(
@@ -223,7 +223,7 @@ class TestOwnSteps:
 
         assert replace(self.port(), torch_step=step).narrow.keys() == {"jax_step", "torch_step"}
 
-    def test_what_adam_counts_is_no_loss(self) -> None:
+    def test_adams_count_is_no_loss(self) -> None:
         port = square()
         assert not replace(port, jax_step=AdamW(port.jax_loss), torch_step=torch_adamw).narrow
 

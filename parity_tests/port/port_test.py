@@ -298,7 +298,7 @@ class TestLinen:
         verdict, written = proved(replace(port, mapping=KeyMapping(tuple(rows))), tmp_path)
         assert verdict.word == "not_equivalent" and written["parting"]["tensor"] == "activation/2"
 
-    def test_what_cannot_be_seen_is_reported(self, tmp_path: Path) -> None:
+    def test_outputs_that_cannot_be_recorded_are_reported(self, tmp_path: Path) -> None:
         """Outputs within a jitted function cannot be recorded; all else is compared."""
         port = square()
         inner = jax.jit(Square().apply)

@@ -109,7 +109,7 @@ def test_memory_of_another_strategy_is_caught(proved: Path, kind: str) -> None:
     [("sgd", 1), ("lion", 1), ("adam", 2)],
 )
 @pytest.mark.slow
-def test_memory_is_by_what_an_optimizer_keeps(name: Any, moments: int, tmp_path: Path) -> None:
+def test_memory_counts_the_optimizers_state(name: Any, moments: int, tmp_path: Path) -> None:
     port = opt(optimizer=Optimizer(name=name, learning_rate=0.01, warmup=0))
     mesh, torch = (port.run(kind, tmp_path / kind, [2]) for kind in ("mesh-float32", "torch-float32"))
     checks = list(port_levels.memory(mesh, torch))
@@ -144,7 +144,7 @@ def test_traffic_of_another_strategy_is_caught(proved: Path) -> None:
         ({"sections": {"train": {"accumulation": 3}}}, "train.batch = 4"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+def test_ports_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opt(**change).check()
 

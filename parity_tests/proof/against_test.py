@@ -76,7 +76,7 @@ def assert_same_training(ours: Run, theirs: Run) -> None:
         assert bisect.exact(ours, theirs, step, 1e-10, ours.zero_gradients) is None
 
 
-def test_a_mistake_is_seen_against_transformers(runs: Runs) -> None:
+def test_a_mistake_is_found_against_transformers(runs: Runs) -> None:
     wrong = runs(JAX, "llama", ONE | RECORD | {"optimizer.eps": 1e-7})
     theirs = runs("transformers", "llama", MESHES["fsdp"] | RECORD | {"train.accumulation": 2})
     assert "loss" in failed(wrong, theirs)
@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_example_refuses_what_its_loop_does_not_do(
+def test_an_example_refuses_fields_that_its_loop_ignores(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values, message = REFUSED[case]
@@ -444,7 +444,7 @@ def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path)
         (["--memory.loss_chunks", "4"], r"memory.loss_chunks = 4: .*; leave it out, or use --against torch"),
     ],
 )
-def test_what_transformers_has_not(tmp_path: Path, more: list[str], message: str) -> None:
+def test_fields_that_transformers_lacks(tmp_path: Path, more: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         main(["--against", "transformers", "--mesh", "2x1", "--output", str(tmp_path / "proof"), *more])
 

@@ -145,7 +145,7 @@ def test_another_field_of_the_model_is_recognized(tmp_path: Path, model: str, ho
     assert batches.identify(experiment, start, 2, losses, 1e-2) == Search()
 
 
-def test_a_search_of_a_long_run_is_short_and_says_what_it_tried(
+def test_a_search_of_a_long_run_is_short_and_lists_its_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment = made(tmp_path, "llama", steps=2000)

@@ -250,7 +250,7 @@ def small(documents: Path) -> tuple[Finished, Finished]:
         (loops.SmallSingle, "", ""),
     ],
 )
-def test_gradients_of_the_first_step_show_what_rounding_hides_of_the_loss(
+def test_gradients_of_the_first_step_show_mistakes_hidden_in_the_loss(
     documents: Path, small: tuple[Finished, Finished], loop: type[Loop], cause: str, how: str
 ) -> None:
     ours, exact = small

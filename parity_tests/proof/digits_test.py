@@ -97,7 +97,7 @@ def test_a_dtype_is_named_first_and_does_not_excuse_another_mistake(runs: Any, l
 
 
 @pytest.mark.parametrize("kept", [ml_dtypes.bfloat16, np.float32])
-def test_bfloat16_is_seen_in_float32_too(runs: Any, kept: type) -> None:
+def test_bfloat16_is_recognized_in_float32_too(runs: Any, kept: type) -> None:
     ours, single = runs(Recorded, "fp32"), runs(Float32, "fp32")
     bounds = levels.float_bounds(single, ours, "float32")
     found = named(changed(single, in_dtype(ml_dtypes.bfloat16, kept), *ALL), ours, bounds)
@@ -119,7 +119,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("prefix", ALONE)
-def test_what_alone_is_in_another_dtype_is_named(runs: Any, prefix: str) -> None:
+def test_a_single_kind_in_another_dtype_is_named(runs: Any, prefix: str) -> None:
     ours = runs(Recorded, "fp64")
     found = named(changed(ours, in_dtype(np.float32, np.float32), prefix), ours)
     assert found and found.cause == "precision", found
@@ -140,7 +140,7 @@ def test_a_norm_that_is_the_clip_at_every_step_has_no_dtype(runs: Any) -> None:
     assert not evidence_of(clipped, ours).recorded
 
 
-def test_what_is_kept_as_the_config_says_is_not_named(runs: Any) -> None:
+def test_dtypes_of_the_config_are_not_named(runs: Any) -> None:
     ours, single = runs(Recorded, "fp64"), runs(Float32, "fp32")
     bounds = levels.float_bounds(single, ours, "float32")
     assert named(ours, ours) is None

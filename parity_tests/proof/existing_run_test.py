@@ -33,7 +33,7 @@ def against(
     return found
 
 
-def test_what_a_run_leaves_out_is_reported(tmp_path: Path) -> None:
+def test_parts_that_a_run_leaves_out_are_reported(tmp_path: Path) -> None:
     notes = against(tmp_path).verdict().notes
     assert "gradients of run mine: not compared, as it recorded none" in notes
     assert "mathematics, distribution: run mine not compared, as it ran in fp32 and not in fp64" in notes
@@ -87,7 +87,7 @@ def test_a_float32_policy_that_training_amplified_is_left_open(tmp_path: Path) -
     assert judged(asked(tmp_path, precision=BF16), jaxdist_policy=1e-2, torch_ref_policy=1e-2).word == "equivalent"
 
 
-def test_what_was_not_compared_stands_in_the_sentence(tmp_path: Path) -> None:
+def test_the_sentence_names_what_was_not_compared(tmp_path: Path) -> None:
     found = against(tmp_path)
     found.done |= {(JAX, kind): made(JAX, 1e-3, ()) for kind in OTHERS}
     theirs = found.done["run mine", "policy"]
@@ -110,7 +110,7 @@ def test_what_was_not_compared_stands_in_the_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_what_float32_hides_stands_in_the_sentence(tmp_path: Path, kind: str) -> None:
+def test_the_sentence_names_what_float32_hides(tmp_path: Path, kind: str) -> None:
     """A tenth of an eps that changes our run by less than equal runs may differ; fp64 hides nothing."""
     field = f"{OTHERS[kind]}.{kind} (a tenth is within the noise of float32)"
     found = against(tmp_path)

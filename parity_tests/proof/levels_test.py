@@ -75,14 +75,14 @@ def failed(*of: Any, **how: Any) -> set[str]:
     return {check.name for check in judged(*of, **how) if not check.holds}
 
 
-def test_a_loss_off_by_chance_is_none() -> None:
+def test_a_loss_off_by_chance_passes() -> None:
     """In 312 pairs of equal runs in each precision the largest ratio of costs was 12.6."""
     assert not failed(StubRun(1e-3, NOISE, draw=0), StubRun(1e-3 / 12.6, NOISE, draw=1))
     assert not failed(StubRun(1e-3, NOISE, draw=0), StubRun(1e-3, NOISE, draw=1))
     assert not failed(StubRun(1e-7, NOISE, draw=0), StubRun(0.0, NOISE, draw=1))  # exact by chance
 
 
-def test_a_loss_off_by_no_chance_is_one() -> None:
+def test_a_loss_off_by_more_than_chance_fails() -> None:
     assert failed(StubRun(1e-1, NOISE, draw=0), StubRun(0.9e-1 / DRIFT, NOISE, draw=1)) == {"cost to loss"}
     assert failed(StubRun(1e-3, NOISE, draw=0), StubRun(0.0, NOISE, draw=1)) == {"cost to loss"}
     assert failed(StubRun(1e-3, NOISE, draw=0), StubRun(np.nan, NOISE, draw=1)) == {"cost to loss"}
@@ -323,7 +323,7 @@ def test_a_bound_that_lets_mistakes_pass_decides_nothing() -> None:
             )
 
 
-def test_a_wide_bound_is_seen_behind_the_closest() -> None:
+def test_a_wide_bound_is_found_behind_the_closest_value() -> None:
     """The value closest to its bound is shown; the bound wide enough to hide a mistake decides."""
     right, off, mistaken = Gradients(), Gradients(good=1 + 2e-2), Gradients(good=1 + 3e-2, rounding=6e-28)
     found = agreement(right, mistaken, off)

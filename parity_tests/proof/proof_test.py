@@ -140,7 +140,7 @@ def emptied(run: Run, what: str) -> None:
         ("schedule", "schedule"),
     ],
 )
-def test_what_all_runs_lack_leaves_it_open(tmp_path: Path, what: str, lacks: str) -> None:
+def test_a_part_that_all_runs_lack_leaves_the_verdict_open(tmp_path: Path, what: str, lacks: str) -> None:
     proof = asked(tmp_path)
     judged(proof)
     for run in proof.done.values():
@@ -202,7 +202,7 @@ def test_a_mesh_is_reordered_by_one_device(tmp_path: Path) -> None:
     assert 'mesh = "1x1"' in mesh.config("reordered") and "accumulation = 1" in mesh.config("reordered")
 
 
-def test_the_note_of_a_noisy_policy_is_what_its_checks_do(tmp_path: Path) -> None:
+def test_the_note_of_a_noisy_policy_agrees_with_its_checks(tmp_path: Path) -> None:
     """A loss that moves by more than the note says fails, whatever the noise of reordered sums."""
     right = asked(tmp_path, precision=BF16)
     (note,) = (note for note in judged(right).notes if note.startswith("bf16: reordering"))
@@ -299,7 +299,7 @@ def test_weights_of_any_kind_begin_a_proof(tmp_path: Path) -> None:
     assert load_file(start / "model.safetensors").keys() == load_file(drawn.folder / "start/model.safetensors").keys()
 
 
-def test_a_command_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_fails_without_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(code: int, stderr: str) -> None:
         monkeypatch.setattr(proof, "command", lambda module, *_, **__: CompletedProcess([], code, "", stderr))
         asked(tmp_path).finish("torch_ref.train")

@@ -17,7 +17,7 @@ def test_one_failed_check_decides() -> None:
     assert "1 of 2 checks fail, first memory: parameters: 8" in verdict.sentence
 
 
-def test_what_was_not_checked_leaves_it_open() -> None:
+def test_unchecked_levels_leave_the_verdict_open() -> None:
     verdict = Verdict([HOLDS], open={"precision": "no float64 run"})
     assert verdict.word == "undecided" and "precision: no float64 run" in verdict.sentence
     assert Verdict([]).word == "undecided"
@@ -52,7 +52,7 @@ DECIDES = {"precision": "a run of it in fp64"}
 
 
 @pytest.mark.parametrize("value", [35.3, 63.9, 16.1, 31.9])
-def test_a_bound_that_is_met_or_missed_by_a_hair_says_what_decides(value: float) -> None:
+def test_a_bound_met_or_missed_narrowly_names_the_decisive_value(value: float) -> None:
     sentence = Verdict([HOLDS, near(value)], not_compared=["memory"], decides=DECIDES).sentence
     by = "missed" if value > 32 else "met"
     assert f"{by} by less than a factor of two: a run of it in fp64 decides it." in sentence
@@ -60,7 +60,7 @@ def test_a_bound_that_is_met_or_missed_by_a_hair_says_what_decides(value: float)
 
 
 @pytest.mark.parametrize("checks", [[near(64.1)], [near(15.9)], [near(35.3), near(300.0)], [near(35.3), FAILS]])
-def test_what_is_clear_says_nothing_of_a_hair(checks: list[Check]) -> None:
+def test_a_clear_verdict_mentions_no_narrow_margin(checks: list[Check]) -> None:
     assert "factor of two" not in Verdict([HOLDS, *checks], decides=DECIDES).sentence
 
 

@@ -113,7 +113,7 @@ def test_layers_are_in_the_order_of_the_model(whole: str) -> None:
     ]  # fmt: skip
 
 
-def test_it_stands_alone(whole: str) -> None:
+def test_it_is_self_contained(whole: str) -> None:
     """No scripts, no external references, and no duplicate id among the five figures."""
     outside = re.sub(r' xmlns(:\w+)?="[^"]*"', "", whole)
     assert not re.search(r"https?://|<script|<link|<iframe|@import|src=|\son\w+=", outside)
@@ -128,7 +128,7 @@ def test_it_is_the_same_each_time(tmp_path: Path) -> None:
     assert pages[0] == pages[1]
 
 
-def test_what_is_no_number_is_a_gap_that_is_named(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_named_gaps(tmp_path: Path) -> None:
     policy, one = pair(), pair(noise=1e-15)
     policy[1].metrics[2]["loss"] = float("nan")
     policy[1].metrics[4]["grad_norm"] = float("inf")
@@ -191,7 +191,7 @@ def test_the_allocator_is_shown_where_it_counts(tmp_path: Path) -> None:
     assert "allocator peak 6.00 and not reported" in text and "shown with that of its allocator" in text
 
 
-def test_what_is_on_the_host_is_shown_where_something_is(tmp_path: Path) -> None:
+def test_memory_on_the_host_is_shown_if_there_is_any(tmp_path: Path) -> None:
     runs = pair()
     assert "host memory" not in written(tmp_path, Verdict(HOLDS), {"policy": runs})
     for side in runs:
@@ -315,7 +315,7 @@ def test_long_names_do_not_widen_the_page(tmp_path: Path) -> None:
     assert seen(page, tmp_path) == ["4 figures"] * len(WIDTHS)
 
 
-def test_the_browser_sees_what_is_broken(tmp_path: Path) -> None:
+def test_the_browser_finds_broken_figures(tmp_path: Path) -> None:
     broken = """<!doctype html><svg id="empty" viewBox="0 0 9 9"></svg><svg id="bad" viewBox="0 0 9 9">
         <path d="M 0 q"/></svg><script>missing()</script><style>svg {width: 9px}</style><p style="width: 800px">wide"""
     found = "\n".join(seen(broken, tmp_path))
@@ -325,7 +325,7 @@ def test_the_browser_sees_what_is_broken(tmp_path: Path) -> None:
     assert "sideways at 1440" not in found
 
 
-def test_the_browser_sees_what_runs_over_or_breaks(tmp_path: Path) -> None:
+def test_the_browser_finds_overflowing_and_broken_text(tmp_path: Path) -> None:
     broken = """<!doctype html><body><div style="width: 60px; white-space: nowrap">one two three four five</div>
         <div style="width: 30px; overflow-wrap: anywhere">certainly</div>
         <svg width="50" height="9"><text y="9">a name that is longer than its figure</text></svg>"""

@@ -140,7 +140,7 @@ def test_names_that_are_not_the_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", BAD)
-def test_what_is_no_number_or_no_step(tmp_path: Path, damage: Callable[[Run], None]) -> None:
+def test_metrics_that_are_no_number_or_no_step(tmp_path: Path, damage: Callable[[Run], None]) -> None:
     damage(folder(tmp_path / "run"))
     with pytest.raises(ConfigError, match=BAD[damage]):
         Run("mine", tmp_path / "run").check()

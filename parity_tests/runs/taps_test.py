@@ -70,7 +70,7 @@ class TestJax:
         assert list(noted) == ["a", "a#2", "b", "parts.0"]
         assert [float(y[0]) for y in noted.values()] == [2.0, 4.0, 13.0, 13 * 5 * 7.0]
 
-    def test_what_is_returned_goes_on(self) -> None:
+    def test_a_probes_result_replaces_the_output(self) -> None:
         graph, state = nnx.split(Model())
         probe = lambda path, y: y + 1 if path == "b" else y  # noqa: E731
         noted = seen(lambda: nnx.merge(graph, state).loss(jnp.array([1.0])), probe)

@@ -32,7 +32,7 @@ def test_ours_are_elementwise(name: str) -> None:
     assert elementwise.is_elementwise(optimizer(name)) and torch_elementwise.is_elementwise(optimizer(name))
 
 
-def test_that_of_the_toy_is_elementwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_toy_optimizer_is_elementwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOY))
     with registered(PLUGIN):
         elementwise.check_elementwise(optimizer("centered"))

@@ -50,7 +50,7 @@ def test_planted_mistakes_are_caught(mixed: Runs, mistake: dict[str, Any]) -> No
     assert worst(wrong, mixed("torch_ref", "mixtral", {"mesh": "1x1"})) > 100
 
 
-def test_what_torch_has_no_part_for() -> None:
+def test_cases_that_torch_does_not_support() -> None:
     made = Experiment.parse({"model": {"family": "mixtral"}, "parallel": {"strategy": "zero1"}}, source="test")
     axes = made.parallel.axes()
     experts.check(made, axes)

@@ -49,7 +49,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("file", MODULES)
-def test_an_extra_brings_what_was_missing(file: str) -> None:
+def test_an_extra_brings_the_missing_package(file: str) -> None:
     extra, packages = MODULES[file]
     assert {found for name, _, found in advised() if name == file} == {extra}
     brought = {re.split(r"[\[><=]", requirement)[0].lower() for requirement in extras()[extra]}

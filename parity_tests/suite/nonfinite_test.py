@@ -186,7 +186,7 @@ def test_which_tensors_are_squares(name: str) -> None:
 
 
 @pytest.mark.parametrize("there", [None, "float32", "float16"])
-def test_what_a_narrower_dtype_makes_infinite_is_not_blamed_on_the_file(there: str | None) -> None:
+def test_overflow_in_a_narrower_dtype_is_not_blamed_on_the_file(there: str | None) -> None:
     path, found = Path("folder"), {"w": BadValues(1, 16, np.inf, (5,)), "v": BadValues(2, 3, -np.inf, (0,))}
     error = str(of_weights(path, found, "float16", there))
     assert error.startswith("folder: tensor v has 2 of 3 values that are ")

@@ -236,7 +236,7 @@ def test_bf16_gradients_travel_as_the_policy_says(runs: Runs, side: str) -> None
 
 
 @pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
-def test_what_cannot_bear_few_bits_is_computed_in_float32(runs: Runs, side: str) -> None:
+def test_precision_sensitive_operations_are_computed_in_float32(runs: Runs, side: str) -> None:
     options = settings("fsdp", None, precision="bf16", steps=2, **{"precision.reduce": "float32"})
     run = Run(side, runs(side, "llama", options).path)
     (check,) = levels.arithmetic(run, "bfloat16")
@@ -308,7 +308,7 @@ def test_memory_and_traffic_hold_on(runs: Runs, model: str, mesh: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_state_that_lies_elsewhere_is_caught(runs: Runs) -> None:
+def test_a_state_sharded_otherwise_is_caught(runs: Runs) -> None:
     a, b = (runs(side, "llama", usual("llama", "fsdp-offload")) for side in SIDES)
     kept = a.experiment.model_copy(update={"memory": Memory()})
     found = [check.name for check in levels.memory(a, b, kept) if not check.holds]
@@ -353,7 +353,7 @@ def test_the_number_of_collectives_is_the_closed_form(runs: Runs, side: str, mod
         assert not all(check.holds for check in counted(run, change)), change
 
 
-def test_the_verdict_names_what_fails(runs: Runs, experiments: dict[str, Path], tmp_path: Path) -> None:
+def test_the_verdict_names_failed_checks(runs: Runs, experiments: dict[str, Path], tmp_path: Path) -> None:
     right = proof(runs, experiments, tmp_path, "2x4")
     alone = proof(runs, experiments, tmp_path, "1x1", {"optimizer.learning_rate": 0.010001})
     assert {check.level for check in alone.verdict().failed} == {"mathematics"}

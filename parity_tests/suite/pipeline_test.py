@@ -53,7 +53,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_torch_has_no_part_for(what: str) -> None:
+def test_cases_that_torch_does_not_support(what: str) -> None:
     field, *rest = what.split()
     accumulation, schedule = rest or ("4", "1F1B")
     values = {

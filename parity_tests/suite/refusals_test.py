@@ -216,7 +216,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_both_refuse_what_is_no_source_in_the_same_words(name: str, tmp_path: Path) -> None:
+def test_both_refuse_other_files_than_sources_in_the_same_words(name: str, tmp_path: Path) -> None:
     made, words = OTHERS[name]
     folder_of(tmp_path, MODELS["llama"])
     path = made(tmp_path)

@@ -413,7 +413,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_both_refuse_what_is_no_checkpoint_in_the_same_words(name: str, tmp_path: Path) -> None:
+def test_both_refuse_other_files_than_checkpoints_in_the_same_words(name: str, tmp_path: Path) -> None:
     write, words = REFUSED[name]
     path = write(tmp_path)
     message = refused(read_by_jaxdist, path, LLAMA)
@@ -457,7 +457,7 @@ def test_both_keep_the_files_beside_the_weights(name: str, tmp_path: Path) -> No
     assert kept.dtype == "float32"
 
 
-def test_both_keep_what_a_file_of_jaxdist_has_of_its_source(tmp_path: Path) -> None:
+def test_both_keep_the_origin_in_a_file_of_jaxdist(tmp_path: Path) -> None:
     write = folder_with(SINGLE)
     source = write(tmp_path, as_it_is)
     (source / "tokenizer.json").write_text("{}")

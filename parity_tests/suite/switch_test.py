@@ -69,7 +69,7 @@ def test_a_run_that_switches_twice_is_the_run_that_never_did(straight: Path, tmp
 
 
 @pytest.mark.parametrize("lost", ["moments", pytest.param("count", marks=pytest.mark.slow)])
-def test_what_is_lost_on_the_way_is_seen(lost: str, straight: Path, tmp_path: Path) -> None:
+def test_state_lost_on_the_way_is_found(lost: str, straight: Path, tmp_path: Path) -> None:
     content = dcp_files.read_content(straight / "checkpoints" / "4")
     nothing = {
         name: replace(leaf, read=partial(np.zeros, leaf.shape, leaf.dtype))

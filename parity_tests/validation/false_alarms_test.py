@@ -125,7 +125,7 @@ def test_margins() -> None:
 @pytest.mark.parametrize(
     ("value", "bound"), [(np.nan, 1.0), (np.inf, 1.0), (1.0, 0.0), (1.0, np.nan), (0.0, np.nan), (np.inf, np.inf)]
 )
-def test_what_is_no_number_is_beyond_any_bound(value: float, bound: float) -> None:
+def test_nan_is_beyond_any_bound(value: float, bound: float) -> None:
     check = Check("precision", "loss", value, bound, "why")
     assert share(check) == (1.0 if check.holds else np.inf)
     assert Result.read(Result.of(CASE, Verdict([check])).line()).shares[0][2] == share(check)
@@ -243,7 +243,7 @@ def test_results_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_
             main(["--output", str(tmp_path), "--seeds", "1"])
 
 
-def test_the_stamp_is_of_what_makes_and_judges_a_proof() -> None:
+def test_the_stamp_covers_the_code_that_makes_and_judges_a_proof() -> None:
     root = Path(false_alarms.__file__).parents[2]
     names = {file.relative_to(root).as_posix() for file in stamp.sources() if not file.stem.endswith("_test")}
     of_a_side = ("train", "training/step", "training/optim", "accounting/traffic")

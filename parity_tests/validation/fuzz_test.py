@@ -64,7 +64,7 @@ ONCE_FAILED = [(name, file) for name in fuzz.KINDS for file in fuzz.corpus(name)
 
 
 @pytest.mark.parametrize(("name", "file"), ONCE_FAILED, ids=[f"{name}/{file.name}" for name, file in ONCE_FAILED])
-def test_what_once_failed_is_refused(name: str, file: Path, tmp_path: Path) -> None:
+def test_files_that_once_failed_are_refused(name: str, file: Path, tmp_path: Path) -> None:
     folder = tmp_path / name
     fuzz.prepared(name, folder)
     assert not fuzz.accepted(name, folder, file.read_bytes())

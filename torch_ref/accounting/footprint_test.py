@@ -38,7 +38,7 @@ def peak_of(microbatches: int, extra: int) -> int:
     return peak.bytes
 
 
-def test_a_peak_is_what_lives_at_once() -> None:
+def test_a_peak_counts_what_is_allocated_at_once() -> None:
     weight, activation = 4 * 4 * 4, 4 * 250 * 4
     once = peak_of(1, extra=0)
     assert 2 * weight + 2 * activation <= once <= 2 * weight + 3 * activation + 100

@@ -101,7 +101,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["window", "rope_scaling"])
-def test_a_forgotten_field_is_seen(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_field_is_found(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = {"window": "mistral", "rope_scaling": "llama3"}[field]
     config, ours = CASES[case]
     forgotten = ours.model_copy(update={field: Llama.model_fields[field].default})
@@ -129,7 +129,7 @@ def test_a_config_that_contradicts_the_folder_is_refused(case: str, field: str, 
         hf.Weights(tmp_path, ours.model_copy(update={field: value}))
 
 
-def test_shapes_are_those_of_what_is_read(tmp_path: Path) -> None:
+def test_shapes_are_those_of_the_tensors_read(tmp_path: Path) -> None:
     for case in ("gpt2", "qwen2"):
         logits_of_both(case, tmp_path / case)
         weights = hf.Weights(tmp_path / case, CASES[case][1])

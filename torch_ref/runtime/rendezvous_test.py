@@ -70,7 +70,7 @@ def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ("WORLD_SIZE", "many", "WORLD_SIZE = 'many': must be a whole number; unset it, or let the launcher set it"),
     ],
 )
-def test_one_rank_reports_what_is_wrong(
+def test_one_rank_reports_the_mistake(
     name: str, value: str, message: str, changed: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert ended(changed, {name: value}, tmp_path) == ([2, 2, 2], [f"error: {message}"])

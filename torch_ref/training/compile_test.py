@@ -55,7 +55,7 @@ def test_a_compiled_model_stays_compiled_and_has_the_numbers_of_an_eager_one(tra
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_stay_compiled_is_seen(train: Train) -> None:
+def test_a_model_that_does_not_stay_compiled_is_found(train: Train) -> None:
     with pytest.raises(AssertionError, match="not compiled"):
         train(f"{ONE} --train.compile true", before=COMPILING + WITHOUT_STANCE + STAYS)
 

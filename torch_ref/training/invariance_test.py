@@ -1,23 +1,23 @@
 """Transformations that must not change a step of torch, for every family.
 
-A proof against JAX cannot see a mistake that both sides share; these tests hold one side against itself. Neither side
-packs documents with positions of their own: that a document is indifferent to its neighbours is tested on padded ones.
+A proof against JAX cannot find a mistake that both sides share; here one side is compared with itself. Packed
+documents share positions, so that a document is independent of its neighbours is tested on padded ones.
 
 | transformation | what is compared |
 |---|---|
 | more padding | sequences of 14 times in place of 8 |
 | other padding | padding of other ids in place of 0 |
 | order of rows | the batch's rows reversed |
-| microbatches | two in place of one, which differ in how many targets count |
+| microbatches | two in place of one, with different numbers of targets |
 | equal microbatches | two of the same rows in place of one |
-| moved | as `microbatches`, each row in the next place, so that one is in the other microbatch |
-| alone | each row's loss and gradient without the others, weighed by its targets and summed |
-| unused rows | other embeddings of ids that the batch has not, whose gradient is 0 |
-| renamed ids | the ids permuted, and with them the rows of embedding and head |
+| moved | as `microbatches`, with the rows rotated by one, so that one changes its microbatch |
+| alone | each row's loss and gradient computed alone, weighted by its number of targets and summed |
+| unused rows | other embeddings for ids that are not in the batch; their gradient is 0 |
+| renamed ids | the ids permuted, with the rows of embedding and head |
 
-A mixture's load-balance loss is of a microbatch, so where rows are balanced with others it is left out. A ResNet has no
-padding, and its batch norm is of all images of a microbatch: it is cut into microbatches of the same images, without
-the running statistics, which each microbatch moves.
+A mixture's load-balance loss is computed per microbatch, so it is left out where rows change their microbatch. A ResNet
+has no padding, and its batch norms cover a microbatch: its microbatches have the same images, and running statistics,
+which each microbatch moves, are not compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -317,7 +317,7 @@ MISTAKES: list[tuple[Any, str, Any, Callable[[Case], float], str]] = [
     MISTAKES,
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_mistakes_are_seen(
+def test_mistakes_are_found(
     owner: Any, name: str, mistake: Any, transformation: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = case_for(transformation, family)

@@ -35,7 +35,7 @@ optim.local = lambda tensor: local(tensor).clone() if tensor.requires_grad else 
 
 
 @pytest.mark.slow
-def test_planted_mistakes_are_seen(train: Train) -> None:
+def test_planted_mistakes_in_offloading_are_found(train: Train) -> None:
     """Planted: the policy is missing; the optimizer updates copies of the weights instead of the pinned ones."""
     assert train(f"--mesh 2x1 {ALL}", before=LEFT).summary["memory"]["host"] == 0
     assert distance(train(f"--mesh 2x1 {ALL}", before=COPIES), train("--mesh 2x1"))[0] > 1e-6

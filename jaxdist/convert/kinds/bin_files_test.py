@@ -96,7 +96,7 @@ def test_a_part_names_its_folder(name: str, original: Path, tmp_path: Path) -> N
     assert kind_of(tmp_path / "out") == "orbax"
 
 
-def test_a_part_alone_names_what_is_missing(original: Path, tmp_path: Path) -> None:
+def test_a_part_alone_names_the_missing_files(original: Path, tmp_path: Path) -> None:
     folder = sharded(original, tmp_path / "bin")
     (folder / BIN_INDEX).unlink()
     with pytest.raises(ConfigError, match=r"give a folder with config.json, pytorch_model.bin.index.json and all"):
@@ -108,7 +108,7 @@ def test_a_part_alone_names_what_is_missing(original: Path, tmp_path: Path) -> N
         main([str(shard), str(tmp_path / "out")])
 
 
-def test_what_is_damaged_is_named(original: Path, tmp_path: Path) -> None:
+def test_tensors_that_are_twice_or_missing_are_named(original: Path, tmp_path: Path) -> None:
     folder = sharded(original, tmp_path / "bin")
     first, second = (torch.load(folder / shard, weights_only=True) for shard in SHARDS)
     torch.save(first | {"model.norm.weight": torch.zeros(8)}, folder / SHARDS[0])

@@ -138,7 +138,7 @@ def test_settings_are_no_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.tensor([1, 2, 3]), torch.ones(0)], ids=["three", "none"])
-def test_what_is_called_like_a_step_may_be_none(value: Any, tmp_path: Path) -> None:
+def test_an_entry_named_like_a_step_may_be_none(value: Any, tmp_path: Path) -> None:
     weights, _ = trained(tmp_path)
     content = dcp_files.read_content(saved_dcp(tmp_path / "dcp", {"model": weights, "iteration": value}), EXPERIMENT)
     assert (content.step, content.groups["parameters"].keys()) == (0, weights.keys())

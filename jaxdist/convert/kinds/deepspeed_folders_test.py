@@ -313,7 +313,7 @@ def test_its_own_schedule(kind: str, skipped: int, tmp_path: Path) -> None:
     ],
     ids=["all", "fp16", "auto", "partly given", "another policy"],
 )  # fmt: skip
-def test_what_ds_config_says_is_kept_beside_what_is_given(
+def test_settings_of_ds_config_complete_given_ones(
     config: dict[str, Any], given: dict[str, Any], expected: tuple[Any, ...], tmp_path: Path
 ) -> None:
     trained = Trained(tmp_path)

@@ -70,7 +70,7 @@ def test_numbers_that_do_not_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_01_model_states.pt"])
-def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unsupported_checkpoints_are_refused_by_name(name: str, tmp_path: Path) -> None:
     tag = zero_2(tmp_path / "run", Trained(tmp_path))
     (tag / name).parent.mkdir(exist_ok=True)
     (tag / name).touch()
@@ -106,7 +106,7 @@ def test_a_class_of_another_module_is_refused(tmp_path: Path) -> None:
         read_content(tag)
 
 
-def test_a_folder_without_its_model_states_names_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_without_its_model_states_names_the_missing_files(tmp_path: Path) -> None:
     tag = zero_2(tmp_path / "run", Trained(tmp_path))
     (tag / "mp_rank_00_model_states.pt").unlink()
     for path in (tag, tag.parent):

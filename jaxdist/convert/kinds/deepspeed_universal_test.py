@@ -101,7 +101,7 @@ def universal_3(folder: Path, trained: Trained, **changed: Any) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_that_of_stage_3(ranks: int, tmp_path: Path) -> None:
+def test_stage_3(ranks: int, tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     tag = universal_3(tmp_path / "run", trained, ranks=ranks)
     assert kind_of(tag) == "deepspeed"

@@ -119,7 +119,7 @@ def test_no_number_is_read_again_for_its_checksum(kind: str, tmp_path: Path, mon
     assert seals == [(sum(map(len, Conversion(content, LAYERS).groups.values())), True)]
 
 
-def test_a_planted_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_mistake_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shows that the comparison of the test above can fail."""
     there = written(tmp_path / "first", "orbax", content_of(MODELS["Qwen3ForCausalLM"]))
     convert = Conversion.convert

@@ -93,7 +93,7 @@ NO_NAMES = ["", ".", "..", "a/b.txt", "../README.md", "a\0b", "a" * 256, "\udcff
 
 
 @pytest.mark.parametrize("name", [*BEHIND, *NO_NAMES])
-def test_what_a_torch_file_may_not_bring(name: str) -> None:
+def test_files_that_a_torch_file_may_not_bring(name: str) -> None:
     assert all(map(companions.is_companion, ALONG)) and not companions.is_companion(name)
 
 

@@ -77,7 +77,7 @@ def test_a_chunk_that_is_missing(lone: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_chunk_that_stands_for_much_more_than_the_array(lone: Path) -> None:
+def test_a_chunk_that_is_much_larger_than_the_array(lone: Path) -> None:
     array = lone / ARRAY
     metadata = json.loads((array / ".zarray").read_text())
     rows = 200_000_000 // 4 // metadata["shape"][1]

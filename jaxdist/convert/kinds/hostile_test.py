@@ -92,12 +92,12 @@ def refused(tmp_path: Path, content: bytes) -> str:
 
 
 @pytest.mark.parametrize("lie", BY_THE_LIBRARY)
-def test_a_header_that_lies(lie: str, tmp_path: Path) -> None:
+def test_a_false_header(lie: str, tmp_path: Path) -> None:
     refused(tmp_path, BY_THE_LIBRARY[lie])
 
 
 @pytest.mark.parametrize("lie", BY_US)
-def test_a_header_that_lies_in_what_the_library_takes(lie: str, tmp_path: Path) -> None:
+def test_a_false_header_that_the_library_accepts(lie: str, tmp_path: Path) -> None:
     content, message = BY_US[lie]
     assert message in refused(tmp_path, content)
 
@@ -175,7 +175,7 @@ def test_an_index_of_files_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"a": "1", "b": "2", "c": "1"}, "tensor c in 1.safetensors, and no file of the folder has it"),
     ],
 )
-def test_an_index_that_lies(places: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_a_false_index(places: dict[str, str], message: str, tmp_path: Path) -> None:
     save_file({"a": np.ones(2)}, tmp_path / "1.safetensors")
     save_file({"b": np.ones(3)}, tmp_path / "2.safetensors")
     right = {"a": "1.safetensors", "b": "2.safetensors"}
@@ -279,7 +279,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_config_that_is_none(name: str, tmp_path: Path) -> None:
+def test_an_invalid_config(name: str, tmp_path: Path) -> None:
     content, message = BAD_FILES[name]
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"config.json: .*{message}"):

@@ -64,7 +64,7 @@ class TestIndex:
         assert not hasattr(pathlib.PosixPath, "patched")
 
     @pytest.mark.parametrize("what", ["a function", "a path"])
-    def test_only_what_an_index_is_made_of_gets_attributes(self, what: str, tmp_path: Path) -> None:
+    def test_only_classes_of_an_index_get_attributes(self, what: str, tmp_path: Path) -> None:
         index = self.saved(tmp_path)
         self.built(index, NAMED[what], b"}U\x07patchedI1\ns")
         with pytest.raises(ConfigError, match="is refused: it changes"):
@@ -125,7 +125,7 @@ class TestFiles:
             assert np.array_equal(leaf.read(), right), name
 
     @pytest.mark.parametrize("experiment", [{"model": {3: 4}}, {"model": {}, 5: 3}, {"model": {"family": [1]}}])
-    def test_an_experiment_that_is_none(self, experiment: Any, own: Path) -> None:
+    def test_an_invalid_experiment(self, experiment: Any, own: Path) -> None:
         whole = torch.load(own, weights_only=True)["experiment"]
         with pytest.raises(ConfigError, match=r"own.pt: "):
             torch_files.read_content(self.changed(own, experiment=whole | experiment))
@@ -185,7 +185,7 @@ class TestRunFolders:
     @pytest.mark.parametrize("change", [pipe, terabyte, deep, a_list])
     @pytest.mark.parametrize("name", ["experiment/metadata", "parameters/_METADATA"])
     @pytest.mark.timeout(60)
-    def test_json_that_is_none(self, change: Callable[[Path], None], name: str, lone: Path) -> None:
+    def test_invalid_json(self, change: Callable[[Path], None], name: str, lone: Path) -> None:
         orbax_files.read_content(lone)
         change(lone / name)
         with pytest.raises(ConfigError, match="lone/5"):

@@ -293,7 +293,7 @@ class TestTorchFiles(TorchFiles):
         assert orbax_files.read_content(copy).origin == Origin()
 
     @pytest.mark.parametrize("what", ["origin.json", "extras.pt", "files/config.json"])
-    def test_damage_to_what_waits_for_the_way_back(self, what: str, tmp_path: Path) -> None:
+    def test_damage_to_files_kept_for_the_way_back(self, what: str, tmp_path: Path) -> None:
         self.saved(tmp_path / "a.pt")
         (tmp_path / "config.json").write_text("{}")
         main([str(tmp_path / "a.pt"), str(tmp_path / "run")])

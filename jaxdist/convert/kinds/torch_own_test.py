@@ -69,7 +69,7 @@ def test_a_log_is_read_a_line_at_a_time(kind: str, tmp_path: Path) -> None:
     ["\ud800", "hello\n", '{"loss": 1}\n', 5, torch.ones(3), torch.tensor([255, 10], dtype=torch.uint8)],
     ids=repr,
 )
-def test_a_log_that_is_none(log: Any, tmp_path: Path) -> None:
+def test_an_invalid_log(log: Any, tmp_path: Path) -> None:
     file = changed(written(tmp_path / "a.pt", "torch", logged()), **{"metrics.jsonl": log})
     with pytest.raises(ConfigError, match=r"a.pt: its metrics.jsonl is damaged"):
         main([str(file), str(tmp_path / "run")])

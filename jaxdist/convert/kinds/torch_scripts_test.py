@@ -159,7 +159,7 @@ class TestScripts(TorchFiles):
             ({"betas": (0.1, 0.2)}, "beta1 of its optimizer's groups are"),
         ],
     )
-    def test_what_our_optimizer_cannot_do(self, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    def test_settings_that_our_optimizer_lacks(self, change: dict[str, Any], message: str, tmp_path: Path) -> None:
         saved, _ = self.script(tmp_path / "a.pt")
         saved["optimizer"]["param_groups"][0] |= change
         torch.save(saved, tmp_path / "a.pt")

@@ -309,7 +309,7 @@ def test_within_the_warm_up_no_schedule_is_guessed(tmp_path: Path, capsys: pytes
     assert "the rule of its scheduler is not in it; its current rate, 0.0015, stays" in capsys.readouterr().out
 
 
-def test_what_is_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_left_behind_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     main([str(folder), str(tmp_path / "run")])
     output = capsys.readouterr().out
@@ -377,7 +377,7 @@ def test_another_schedule_is_not_taken_for_one(rule: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("key", "value"), [("global_step", "9"), ("global_step", -1), ("max_steps", 2.5)])
-def test_a_count_of_steps_that_is_none_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+def test_an_invalid_count_of_steps_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     """The message's fix works: the optimizer counts steps too."""
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     file = folder / "trainer_state.json"

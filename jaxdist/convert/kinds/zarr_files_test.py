@@ -31,7 +31,7 @@ def test_chunks_are_whole_rows(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("shape", "outer"), [((), 0), ((5,), 0), ((5,), 1), ((10, 3), 0), ((2, 10, 3), 1), ((2, 3, 5, 2), 2), ((0, 4), 0)]
 )
-def test_tensorstore_reads_what_was_written(
+def test_tensorstore_reads_the_written_arrays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], outer: int, dtype: Any
 ) -> None:
     """Every number, also from a padded edge; the checksums match the files."""

@@ -198,7 +198,7 @@ def test_pieces_in_another_order(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--dtype", "float32"]])
-def test_what_cannot_be_written(values: Any, message: str, more: list[str], tmp_path: Path) -> None:
+def test_trees_that_cannot_be_written(values: Any, message: str, more: list[str], tmp_path: Path) -> None:
     KeyMapping((Row("a", "a"), Row("a.b", "a.b"))[: len(values)]).save(tmp_path / "mapping.toml")
     source = str(save(tmp_path / "ours", values))
     with pytest.raises(ConfigError, match=message):

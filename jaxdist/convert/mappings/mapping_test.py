@@ -160,7 +160,7 @@ class TestSuggestion:
         mixed = suggest(ours | {"head.kernel": (4, 9)}, theirs | {"head.weight": (9, 4)})
         assert [row.ours for row in mixed.unsure] == ["out.kernel"]
 
-    def test_what_cannot_be_distinguished_is_a_question(self) -> None:
+    def test_indistinguishable_tensors_are_unsure(self) -> None:
         suggestion = suggest({"x.bias": (3,), "y.bias": (3,)}, {"p.bias": (3,), "q.bias": (3,)})
         assert len(suggestion.unsure) == len(suggestion.mapping.rows) == 2
         assert "fits as well" in next(iter(suggestion.unsure.values()))
@@ -175,7 +175,7 @@ class TestSuggestion:
             "2": "3",
         }
 
-    def test_what_is_left_over(self, tmp_path: Path) -> None:
+    def test_tensors_without_a_counterpart(self, tmp_path: Path) -> None:
         suggestion = suggest({"a.kernel": (2, 3), "extra.kernel": (7, 5)}, {"a.weight": (3, 2), "pool.weight": (8, 8)})
         assert (suggestion.ours_left, suggestion.theirs_left) == (("extra.kernel",), ("pool.weight",))
         suggestion.save(tmp_path / "m.toml")
@@ -473,7 +473,7 @@ class TestFile:
             (lambda r: [*r, Row("b.bias", "c.{layer}")], r"row 3: theirs = 'c.0': no such tensor"),
         ],
     )
-    def test_what_does_not_fit_the_models(self, change: Callable[[list[Row]], list[Row]], message: str) -> None:
+    def test_mappings_that_do_not_fit_the_models(self, change: Callable[[list[Row]], list[Row]], message: str) -> None:
         rows = [Row(**GOOD), Row("b.bias", "b.bias")]
         KeyMapping(tuple(rows)).check(OURS, THEIRS)
         with pytest.raises(ConfigError, match=message):

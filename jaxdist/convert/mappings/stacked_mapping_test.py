@@ -434,7 +434,7 @@ def test_a_scale_is_that_of_a_layer() -> None:
     assert np.array_equal(mapping.to_theirs({"w": np.ones((16, 3), np.float32)})["l.2.w"], np.full(16, 4, np.float32))
 
 
-def test_what_has_no_scale(tmp_path: Path) -> None:
+def test_rows_that_cannot_have_a_scale(tmp_path: Path) -> None:
     KeyMapping((Row("w", "w", scale="sqrt_last"),)).save(tmp_path / "m.toml")
     for number, (array, message) in enumerate(
         [(np.float32(3), "is a single number without a last axis"), (np.ones(3, np.int32), "is int32, which scale")]

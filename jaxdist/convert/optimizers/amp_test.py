@@ -83,7 +83,7 @@ def test_it_ends_where_the_model_given_has_none(tmp_path: Path, capsys: pytest.C
     ],
     ids=["something else", "several losses", "and more"],
 )
-def test_what_is_no_scale_of_one_loss_waits_for_the_way_back(apex: dict[str, Any], tmp_path: Path) -> None:
+def test_other_scalers_are_kept_for_the_way_back(apex: dict[str, Any], tmp_path: Path) -> None:
     main([str(script(tmp_path, amp=apex)), str(tmp_path / "run")])
     found = orbax_files.read_content(tmp_path / "run")
     assert found.scaling is None and found.experiment.precision.policy == "fp32"

@@ -42,7 +42,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_the_schedule_that_was_asked_for_goes_on(kind: str, tmp_path: Path) -> None:
+def test_the_requested_schedule_continues(kind: str, tmp_path: Path) -> None:
     """Also without a log, and with warm-up as a share of the steps."""
     trained = Trained(tmp_path, schedule=kind, rule=SCHEDULES[kind])
     trained.log = []
@@ -99,7 +99,7 @@ def test_the_precision_of_the_arguments(
         ),
     ],
 )
-def test_what_does_not_go_on_is_named(
+def test_arguments_that_do_not_continue_are_named(
     kind: str, warmup: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = Trained(tmp_path, schedule=kind, warmup=warmup)
