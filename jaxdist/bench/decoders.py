@@ -38,7 +38,7 @@ ROOM = 0.8  # of a device's memory, for JAX's peak by the planner: torch takes a
 
 
 @dataclass(frozen=True)
-class Row:
+class Workload:
     """A shipped config, and how many tokens a step has; sequences are as long as `lengths` says, one after another."""
 
     config: str
@@ -47,7 +47,7 @@ class Row:
     share: Goal | None = None
 
 
-ROWS = (Row("llama-1b", tokens=16384), Row("mistral-7b", tokens=8192, share=SHARE))
+ROWS = (Workload("llama-1b", tokens=16384), Workload("mistral-7b", tokens=8192, share=SHARE))
 
 
 def measure(bench: Bench) -> Iterator[Figure]:
@@ -84,7 +84,7 @@ def product(size: int, times: int = 50) -> float:
     return 2 * size**3 * times / (time.perf_counter() - began)
 
 
-def fitting(row: Row, length: int, device: Hardware) -> dict[str, Any] | None:
+def fitting(row: Workload, length: int, device: Hardware) -> dict[str, Any] | None:
     """The fields of the first way in which the planner sees room for a row in a device; None where it does in none."""
     from jaxdist.planner.plans import Plan
 
@@ -97,7 +97,7 @@ def fitting(row: Row, length: int, device: Hardware) -> dict[str, Any] | None:
     return next((way for way, plan in plans if plan.memory["peak"] < ROOM * device.memory), None)
 
 
-def compare(bench: Bench, row: Row, length: int, device: Hardware, ceiling: float) -> Iterator[Figure]:
+def compare(bench: Bench, row: Workload, length: int, device: Hardware, ceiling: float) -> Iterator[Figure]:
     """JAX's share of the ceiling, and its pace and peak over torch's; of a side that fails what it says is noted."""
     name = f"{row.config}, T {length}"
     if (fields := fitting(row, length, device)) is None:
@@ -122,7 +122,7 @@ def compare(bench: Bench, row: Row, length: int, device: Hardware, ceiling: floa
         yield beside_torch(f"{name}: peak memory over torch's", MEMORY, runs, lambda run: peak(run) / 1e9, "GB")
 
 
-def share(name: str, row: Row, length: int, runs: Sequence[Run], ceiling: float) -> Figure:
+def share(name: str, row: Workload, length: int, runs: Sequence[Run], ceiling: float) -> Figure:
     """FLOP/s over the ceiling, beside them by either way to count attention."""
     model: Any = load(row.config, {"model.window": 0}).model
     done = row.tokens * runs[0].summary["flops_per_token"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxdist.bench import decoders, pace
-from jaxdist.bench.decoders import ROWS, Row, compare, fitting, measure, product
+from jaxdist.bench.decoders import ROWS, Workload, compare, fitting, measure, product
 from jaxdist.bench.effort import DEFAULT, QUICK, Bench
 from jaxdist.config import TrainingError
 from jaxdist.config.hardware import hardware, known
@@ -57,13 +57,13 @@ def test_the_first_way_that_has_room(device: str, way: tuple[str, str]) -> None:
     for row, expected in (small, ("bf16", "selective")), (large, way):
         fields = fitting(row, 8192, hardware(device))
         assert fields and (fields["precision.policy"], fields["memory.remat"]) == expected
-    assert fitting(Row("llama-3.1-70b", tokens=4096), 4096, hardware(device)) is None
+    assert fitting(Workload("llama-3.1-70b", tokens=4096), 4096, hardware(device)) is None
 
 
 def test_figures_of_a_row(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     """Both sides get the same command line; torch takes half the time and a third more memory."""
     lines = ran(monkeypatch)
-    share, rate, memory = compare(bench, Row("llama-1b", tokens=16384), 8192, H100, ceiling=1e14)
+    share, rate, memory = compare(bench, Workload("llama-1b", tokens=16384), 8192, H100, ceiling=1e14)
     assert [line[0] for line in lines] == ["jaxdist", "torch_ref", "torch_ref", "jaxdist"]
     assert [*lines[0][1:], *pace.SIDES[pace.COMPILED][1]] == lines[1][1:]
     assert rate.name == "llama-1b, T 8192, bf16, remat selective: pace over torch.compile"
@@ -85,7 +85,7 @@ def test_a_side_that_fails_is_noted(
 
 
 def test_decoders_that_do_not_fit_are_noted(bench: Bench) -> None:
-    assert not list(compare(bench, Row("llama-3.1-70b", tokens=4096), 4096, H100, 1e14))
+    assert not list(compare(bench, Workload("llama-3.1-70b", tokens=4096), 4096, H100, 1e14))
     assert bench.notes == ["llama-3.1-70b, T 4096 would leave torch no room on H100"]
 
 
@@ -109,7 +109,7 @@ def test_on_cpus_in_earnest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """The whole section for a small model, a small product and eager torch, on CPUs."""
     monkeypatch.setattr(decoders, "gpus", lambda: ("NVIDIA H100",))
     monkeypatch.setattr(decoders, "SIZE", 64)
-    monkeypatch.setattr(decoders, "ROWS", (Row("default", tokens=256, lengths=(128,)),))
+    monkeypatch.setattr(decoders, "ROWS", (Workload("default", tokens=256, lengths=(128,)),))
     monkeypatch.setitem(pace.SIDES, pace.COMPILED, pace.SIDES[pace.EAGER])
     lines: list[str] = []
     train: Callable[..., Any] = pace.train

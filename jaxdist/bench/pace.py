@@ -49,7 +49,7 @@ SMALL, LARGE = Shape("256 × 4", decoder(256, 4), steps=8), Shape("512 × 8", de
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """A mesh on which sides are compared; `others` with the goal of JAX's pace over theirs."""
 
     name: str
@@ -57,11 +57,11 @@ class Row:
     others: dict[str, float] = field(default_factory=dict)
 
 
-ONE = Row("one device", ("--mesh", "1x1", "--strategy", "ddp"), {EAGER: 1.0, COMPILED: 1.0})
+ONE = Comparison("one device", ("--mesh", "1x1", "--strategy", "ddp"), {EAGER: 1.0, COMPILED: 1.0})
 EIGHT = (
-    Row("8 devices, ddp", ("--mesh", "8x1", "--strategy", "ddp"), {EAGER: 1.5}),
-    Row("8 devices, fsdp", ("--mesh", "8x1"), {EAGER: 1.5}),
-    Row("8 devices, 2x4", ("--mesh", "2x4"), {EAGER: 1.5}),
+    Comparison("8 devices, ddp", ("--mesh", "8x1", "--strategy", "ddp"), {EAGER: 1.5}),
+    Comparison("8 devices, fsdp", ("--mesh", "8x1"), {EAGER: 1.5}),
+    Comparison("8 devices, 2x4", ("--mesh", "2x4"), {EAGER: 1.5}),
 )
 
 
@@ -70,7 +70,7 @@ def measure(bench: Bench) -> Iterator[Figure]:
     if not bench.torch:
         bench.notes.append("torch is not installed (pip install 'jaxdist[torch]'): its side is left out")
         return
-    meshes: tuple[Row, ...] = (ONE, *EIGHT)
+    meshes: tuple[Comparison, ...] = (ONE, *EIGHT)
     if bench.device == "gpu":
         bench.notes.append("rows of 8 devices are left out: on GPUs one is compared with one")
         meshes = (ONE,)
@@ -80,7 +80,7 @@ def measure(bench: Bench) -> Iterator[Figure]:
             yield from compare(bench, shape, row, one if row is ONE else eight)
 
 
-def compare(bench: Bench, shape: Shape, row: Row, pairs: int) -> Iterator[Figure]:
+def compare(bench: Bench, shape: Shape, row: Comparison, pairs: int) -> Iterator[Figure]:
     """One figure per reference side of a row; empty without pairs."""
     steps: dict[str, list[float]] = defaultdict(list)
     name, line = f"{shape.name}, {row.name}", [*shape.arguments, *row.arguments]

@@ -35,13 +35,16 @@ def piece_name(name: str, place: Shape) -> str:
 TURNED, RETURNED = {2: (1, 0), 4: (2, 3, 1, 0)}, {2: (1, 0), 4: (3, 2, 0, 1)}
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """One kind of tensor. `{layer}` in `theirs` is the layer's number, our leading axis L; `{expert}` the expert's, E.
     `{stage}` and `{block}` in both are numbers in our names too, where blocks are not stacked; `{number}` is stage + 1.
 
     Several parameters of ours are one tensor of theirs: equal parts of its last axis, the outputs. `interleaved` are
     queries and keys in whose heads the two numbers that a rotation turns are neighbours; in ours they are half a head
     apart.
+
+    Not the `Row` of users' key mappings (`jaxdist/convert/mappings/rows.py`): that pairs one parameter of each side, or
+    a part, chunk or scale of it, by any transform of a file; here both sides know the few that a family needs.
     """
 
     ours: tuple[str, ...]
@@ -58,7 +61,7 @@ class Row(NamedTuple):
         """Whether theirs are a tensor for each expert, where ours stacks them."""
         return "{expert}" in self.theirs
 
-    def numbered(self, shapes: Mapping[str, Shape], blocks: Iterable[tuple[int, int]]) -> Iterator["Row"]:
+    def numbered(self, shapes: Mapping[str, Shape], blocks: Iterable[tuple[int, int]]) -> Iterator["TensorRow"]:
         """Itself, or a row for each (stage, block) of a model with these parameters; none where it has not this."""
         ours, *_ = self.ours
         if "{stage}" not in ours:
@@ -110,25 +113,25 @@ class Stored(NamedTuple):
     name: str
     atoms: tuple[Atom, ...]
     shape: Shape
-    row: Row
+    row: TensorRow
 
 
-def linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
+def linear(ours: str, theirs: str, interleaved: bool = False) -> list[TensorRow]:
     """torch.nn.Linear: its weight is (out, in), our kernel (in, out)."""
     return [
-        Row((f"{ours}.kernel",), f"{theirs}.weight", transpose=True, interleaved=interleaved),
-        Row((f"{ours}.bias",), f"{theirs}.bias", interleaved=interleaved),
+        TensorRow((f"{ours}.kernel",), f"{theirs}.weight", transpose=True, interleaved=interleaved),
+        TensorRow((f"{ours}.bias",), f"{theirs}.bias", interleaved=interleaved),
     ]
 
 
-def norm(ours: str, theirs: str) -> list[Row]:
+def norm(ours: str, theirs: str) -> list[TensorRow]:
     """torch.nn.LayerNorm and RMSNorm."""
-    return [Row((f"{ours}.scale",), f"{theirs}.weight"), Row((f"{ours}.bias",), f"{theirs}.bias")]
+    return [TensorRow((f"{ours}.scale",), f"{theirs}.weight"), TensorRow((f"{ours}.bias",), f"{theirs}.bias")]
 
 
-def embedding(ours: str, theirs: str) -> list[Row]:
+def embedding(ours: str, theirs: str) -> list[TensorRow]:
     """torch.nn.Embedding."""
-    return [Row((f"{ours}.embedding",), f"{theirs}.weight")]
+    return [TensorRow((f"{ours}.embedding",), f"{theirs}.weight")]
 
 
 class Table(NamedTuple):
@@ -139,12 +142,12 @@ class Table(NamedTuple):
     of a model without its head; names matching `ignored` hold no weights.
     """
 
-    rows: list[Row]
+    rows: list[TensorRow]
     head: str
     prefix: str = ""
     ignored: re.Pattern[str] = re.compile(r"(?!)")
 
-    def rows_of(self, shapes: Mapping[str, Shape]) -> list[Row]:
+    def rows_of(self, shapes: Mapping[str, Shape]) -> list[TensorRow]:
         """The rows of a model with these parameters."""
         places = [re.match(r"stages\.(\d+)\.(\d+)\.", name) for name in shapes]
         blocks = sorted({(int(place[1]), int(place[2])) for place in places if place})
@@ -166,11 +169,11 @@ OWN, LAYERS = "jaxdist", "jaxdist by layers"  # need no table, see `entries`: ou
 HUGGINGFACE, IN_MEMORY, TORCH_REF = "huggingface", "transformers in memory", "torch_ref"
 
 
-def _in_torch_ref(ours: str) -> Row:
+def _in_torch_ref(ours: str) -> TensorRow:
     """`torch_ref` has our modules, a layer each, as plain torch ones."""
     module, _, kind = ours.rpartition(".")
     name = module.replace("layers.", "layers.{layer}.", 1) if module.startswith(STACKED) else module
-    return Row((ours,), f"{name}.{kind if kind in SAME else 'weight'}", transpose=kind == "kernel")
+    return TensorRow((ours,), f"{name}.{kind if kind in SAME else 'weight'}", transpose=kind == "kernel")
 
 
 def tables_of(family: str) -> dict[str, Table]:

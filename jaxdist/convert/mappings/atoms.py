@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.formats.tables import Atom, Row, Shape
+from jaxdist.formats.tables import Atom, Shape, TensorRow
 
 BLOCK = 256  # bytes of a row of a block, which has as many rows as numbers in one
 
@@ -78,14 +78,14 @@ def fill(
             target.put(made[target.name], i, piece.astype(made[target.name].dtype, copy=False))
 
 
-def split_rows(row: Row, tensor: np.ndarray, head_dim: int = 0) -> list[np.ndarray]:
+def split_rows(row: TensorRow, tensor: np.ndarray, head_dim: int = 0) -> list[np.ndarray]:
     """One of their tensors -> that layer of each of the row's parameters. Views, unless interleaved."""
     if row.interleaved:
         tensor = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
     return np.split(tensor.T if row.transpose else tensor, len(row.ours), axis=-1)
 
 
-def put_rows(row: Row, tensor: np.ndarray, part: int, atom: np.ndarray, head_dim: int = 0) -> None:
+def put_rows(row: TensorRow, tensor: np.ndarray, part: int, atom: np.ndarray, head_dim: int = 0) -> None:
     """Write that layer of the row's parameter `part` into their tensor."""
     if row.interleaved:
         rows = atom.T if row.transpose else atom

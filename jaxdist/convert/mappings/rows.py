@@ -16,7 +16,9 @@ SCALES: Mapping[str, Callable[[Shape], float]] = {"": lambda shape: 1, "sqrt_las
 
 
 class Row(NamedTuple):
-    """One parameter of each side, or with `{layer}` one for every number, or of either side a piece of it."""
+    """One parameter of each side, or with `{layer}` one for every number, or of either side a piece of it.
+
+    A `TensorRow` of `jaxdist/formats/tables.py` joins several parameters in one tensor, and is no part of a file."""
 
     ours: str
     theirs: str

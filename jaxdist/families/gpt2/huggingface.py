@@ -6,7 +6,7 @@ from typing import Any
 from jaxdist.config.errors import ConfigError
 from jaxdist.formats.hf_decisions import DECODER, HONOURED, NONE, HuggingFace, ModelType, dropout, each, fixed, read
 from jaxdist.formats.hf_keys import COUNT, FLAG, LAYERS, NUMBER, SHOWN, Key, Settings, value, values
-from jaxdist.formats.tables import Row, Table, embedding, linear, norm
+from jaxdist.formats.tables import Table, TensorRow, embedding, linear, norm
 
 ARCHITECTURE = "GPT2LMHeadModel"
 KEYS = {
@@ -76,11 +76,11 @@ NAMES = {field: key.name for field, key in KEYS.items()}
 HUGGINGFACE = HuggingFace({"gpt2": ModelType(ARCHITECTURE, DECISIONS, _read, NAMES)}, _write)
 
 
-def _products(ours: tuple[str, ...], theirs: str, transpose: bool) -> list[Row]:
+def _products(ours: tuple[str, ...], theirs: str, transpose: bool) -> list[TensorRow]:
     """One product for several of ours: the weight of torch's Linear is (out, in), of transformers' Conv1D (in, out)."""
     return [
-        Row(tuple(f"{name}.kernel" for name in ours), f"{theirs}.weight", transpose=transpose),
-        Row(tuple(f"{name}.bias" for name in ours), f"{theirs}.bias"),
+        TensorRow(tuple(f"{name}.kernel" for name in ours), f"{theirs}.weight", transpose=transpose),
+        TensorRow(tuple(f"{name}.bias" for name in ours), f"{theirs}.bias"),
     ]
 
 

@@ -42,7 +42,7 @@ from jaxdist.formats.hf_keys import (
     value,
     values,
 )
-from jaxdist.formats.tables import Row, Table, embedding, linear, norm
+from jaxdist.formats.tables import Table, TensorRow, embedding, linear, norm
 
 KEYS = {
     "layers": Key("num_hidden_layers", LAYERS),
@@ -316,7 +316,7 @@ HUGGINGFACE = HuggingFace(
 LAYER, IGNORED = "model.layers.{layer}", re.compile(r"\.rotary_emb\.inv_freq$")
 
 
-def attention(theirs: str) -> list[Row]:
+def attention(theirs: str) -> list[TensorRow]:
     """The attention of Llama and of the mixture in transformers."""
     return [
         *linear("layers.attention.q_proj", f"{theirs}.q_proj"),
@@ -328,7 +328,7 @@ def attention(theirs: str) -> list[Row]:
     ]
 
 
-def in_transformers(mlp: Sequence[Row]) -> Table:
+def in_transformers(mlp: Sequence[TensorRow]) -> Table:
     """Llama's tensors in transformers, with the rows of its MLP."""
     return Table(
         [

@@ -17,7 +17,7 @@ from jaxdist.families.llama.huggingface import (
 )
 from jaxdist.formats.hf_decisions import HONOURED, NONE, HuggingFace, each, fixed, read
 from jaxdist.formats.hf_keys import COUNT, FLAG, NUMBER, SHOWN, Key, Settings, value
-from jaxdist.formats.tables import IN_MEMORY, Row, Table, linear
+from jaxdist.formats.tables import IN_MEMORY, Table, TensorRow, linear
 
 MIXTURE = {
     **ROTARY,
@@ -127,8 +127,8 @@ def _fused(separate: Table, gate_first: bool) -> Table:
     rows = [row._replace(theirs=re.sub(r"\.\w+\.gate\.", ".mlp.gate.", row.theirs)) for row in kept]
     names = [f"layers.mlp.experts.{name}_proj.kernel" for name in ("gate", "up", "down")]
     experts = [
-        Row((*names[:2],), f"{theirs}.experts.gate_up_proj", transpose=True),
-        Row((names[2],), f"{theirs}.experts.down_proj", transpose=True),
+        TensorRow((*names[:2],), f"{theirs}.experts.gate_up_proj", transpose=True),
+        TensorRow((names[2],), f"{theirs}.experts.down_proj", transpose=True),
     ]
     gate = next(i for i, row in enumerate(rows) if row.ours == ("layers.mlp.router.kernel",))
     at = gate + 2 if gate_first else gate  # after its bias

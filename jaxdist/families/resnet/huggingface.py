@@ -5,7 +5,7 @@ from typing import Any
 from jaxdist.config.errors import ConfigError
 from jaxdist.formats.hf_decisions import EVERY, HONOURED, NONE, HuggingFace, ModelType, each, fixed, read
 from jaxdist.formats.hf_keys import COUNT, COUNTS, TABLE, Key, Settings, value, values
-from jaxdist.formats.tables import STATISTICS, Row, Table, linear, norm
+from jaxdist.formats.tables import STATISTICS, Table, TensorRow, linear, norm
 
 ARCHITECTURE = "ResNetForImageClassification"
 KEYS = {
@@ -54,14 +54,14 @@ NAMES = {field: key.name for field, key in KEYS.items()}
 HUGGINGFACE = HuggingFace({"resnet": ModelType(ARCHITECTURE, DECISIONS, _read, NAMES)}, _write)
 
 
-def _conv_norm(ours: str, conv: str, norm_: str) -> list[Row]:
+def _conv_norm(ours: str, conv: str, norm_: str) -> list[TensorRow]:
     """torch.nn.Conv2d and BatchNorm2d: a kernel is (out, in, Y, X), ours (Y, X, in, out)."""
-    kernel = Row((f"{ours}.conv.kernel",), f"{conv}.weight", transpose=True)
-    running = [Row((f"{ours}.norm.{name}",), f"{norm_}.{name}") for name in STATISTICS]
+    kernel = TensorRow((f"{ours}.conv.kernel",), f"{conv}.weight", transpose=True)
+    running = [TensorRow((f"{ours}.norm.{name}",), f"{norm_}.{name}") for name in STATISTICS]
     return [kernel, *norm(f"{ours}.norm", norm_), *running]
 
 
-def _in_transformers(ours: str, theirs: str) -> list[Row]:
+def _in_transformers(ours: str, theirs: str) -> list[TensorRow]:
     return _conv_norm(ours, f"{theirs}.convolution", f"{theirs}.normalization")
 
 
