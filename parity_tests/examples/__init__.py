@@ -1,1 +1,1 @@
-"""Models that are none of our families, and the scripts that prove their ports."""
+"""Models outside of our families, and the scripts that prove their ports."""

@@ -1,4 +1,4 @@
-"""The command line of an example loop, and the configs that such a loop can honour."""
+"""The command line of an example loop, and the configs that such a loop supports."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -13,7 +13,7 @@ from jaxdist.data import in_steps
 from jaxdist.formats.hf import read_model
 from parity_tests.runs.transformers_train import Double
 
-# The values, by field, that a plain loop does; of any other it would claim what it did not do.
+# field -> the values that a plain loop implements; it must refuse all others
 PLAIN: dict[str, tuple[Any, ...]] = {
     "optimizer.name": ("adamw",),
     "optimizer.ema": (0.0,),
@@ -25,7 +25,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def example(doc: str | None, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that runs a script's `main` on the paths `names` of its command line; bad input ends it with 2."""
+    """Decorator that runs a script's `main` on the paths `names` of its command line; bad input ends it with 2."""
 
     def runs(main: Callable[..., None]) -> Callable[..., None]:
         if main.__module__ == "__main__":
@@ -36,7 +36,7 @@ def example(doc: str | None, *names: str) -> Callable[[Callable[..., None]], Cal
 
 
 def supported(config: Path, start: Path) -> Experiment:
-    """The experiment of `config`, which a plain loop can do from the Hugging Face folder `start`.
+    """The experiment of `config`, which a plain loop can train from the Hugging Face folder `start`.
 
     Raises ConfigError.
     """
@@ -47,7 +47,7 @@ def supported(config: Path, start: Path) -> Experiment:
 
 
 def check(experiment: Experiment, does: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ConfigError with all fields whose value is none that the loop `does`; a field that is not there is."""
+    """Raises ConfigError with all fields whose value is not one that the loop `does`; a field may be absent."""
     wrong = []
     for name, values in does.items():
         section, field = name.split(".")
@@ -62,7 +62,8 @@ def check(experiment: Experiment, does: Mapping[str, tuple[Any, ...]]) -> None:
 
 @contextmanager
 def in_dtype(experiment: Experiment) -> Iterator[torch.dtype]:
-    """The dtype of the policy; within, models of transformers compute in it where they ask for float32 by name."""
+    """Dtype of the policy; within this context transformers' models compute in it where they ask for float32 by
+    name."""
     dtype = getattr(torch, experiment.precision.parameters)
     with Double() if dtype == torch.float64 else nullcontext():
         yield dtype

@@ -1,4 +1,4 @@
-"""A vision transformer in flax nnx (arXiv:2010.11929), as a team would have written it: nothing of jaxdist in it.
+"""A vision transformer in flax nnx (arXiv:2010.11929), written as by a user, without anything of jaxdist.
 
 Shape letters: B batch, P patches + 1, D model, H heads, C head_dim.
 """

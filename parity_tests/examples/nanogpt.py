@@ -1,4 +1,5 @@
-"""A loop as nanoGPT's train.py, which saves its ckpt.pt and leaves a run folder; what the proof needs ends in `# <-`.
+"""A loop like nanoGPT's train.py, which saves its ckpt.pt and leaves a run folder; the lines for the proof end in `#
+<-`.
 
 python -m parity_tests.examples.nanogpt CONFIG.toml OUT_DIR RUN_DIR
 python -m jaxdist.convert OUT_DIR/ckpt.pt RUN
@@ -18,8 +19,8 @@ from jaxdist.data import dataset_of, in_steps
 from jaxdist.runs.folder import RunFolder
 from parity_tests.examples.command import PLAIN, check, example
 
-SAVED = 3  # the iteration before which ckpt.pt is saved
-NANOGPT: dict[str, tuple[Any, ...]] = {  # what nanoGPT's model and loop do
+SAVED = 3  # ckpt.pt is saved before this iteration
+NANOGPT: dict[str, tuple[Any, ...]] = {  # values that nanoGPT's model and loop implement
     "optimizer.decay": ("cosine",),
     "precision.policy": ("fp64",),
     "model.gelu": ("exact",),
@@ -29,7 +30,7 @@ NANOGPT: dict[str, tuple[Any, ...]] = {  # what nanoGPT's model and loop do
 
 
 class LayerNorm(nn.Module):
-    """With a bias or none."""
+    """LayerNorm with or without a bias."""
 
     def __init__(self, size: int, bias: bool):
         super().__init__()
@@ -74,7 +75,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """nanoGPT's model, by its `model_args`."""
+    """nanoGPT's model, from its `model_args`."""
 
     def __init__(self, n_layer: int, n_head: int, n_embd: int, block_size: int, bias: bool, vocab_size: int, **_: Any):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A PyTorch loop of one's own that leaves a run folder; the lines that the proof needs end in `# <-`.
+"""A user's PyTorch loop that leaves a run folder; the lines for the proof end in `# <-`.
 
 python -m parity_tests.examples.own_loop CONFIG.toml HF_FOLDER RUN_DIR
 python -m parity_tests --against RUN_DIR --init HF_FOLDER --output PROOF

@@ -12,7 +12,7 @@ from jaxdist.ops.linear import add_bias, dot
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.rematerialization import Rematerialize
 
-OFFSET = 2  # of positions, an old padding's
+OFFSET = 2  # positions start after an old padding
 
 
 class Block(nnx.Module):

@@ -1,4 +1,4 @@
-"""The proof of the proof: planted mistakes, false alarms, hostile files, and figures measured with them.
+"""Validation of the proof: planted mistakes, false alarms, hostile files, and figures measured with them.
 
 Imports any room.
 """

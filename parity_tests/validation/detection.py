@@ -2,8 +2,8 @@
 
 Each mistake of `parity_tests/validation/mistakes` is planted in one run of one side. The proof of
 `python -m parity_tests` then judges it together with right runs, made once per configuration, by the same checks and
-the same search for where runs part. A mistake is detected when the level that must catch it fails; its culprit is right
-when what is named is where the planted code first acts.
+the same search for the first divergence. A mistake is detected when the level that must catch it fails; its culprit is
+right when it names the place where the planted code first acts.
 """
 
 import json
@@ -41,13 +41,13 @@ from parity_tests.runs.run import Run
 from parity_tests.runs.stamp import code
 from parity_tests.validation.mistakes import FOLDER, Mistake, table
 
-NAMED_RIGHT = 0.9  # the share of culprits that must be right; all mistakes must be detected
-MISSED = 3  # the exit code where that is not so
-WIDTH = 150  # of the closing table, also where no one is watching
+NAMED_RIGHT = 0.9  # share of culprits that must be right; all mistakes must be detected
+MISSED = 3  # exit code otherwise
+WIDTH = 150  # columns of the closing table, also without a terminal
 FOUND = "findings.jsonl"
 QUICK = "--xla_backend_optimization_level=0"  # the same program, compiled in half the time
 
-# Four steps: two of warm-up, two of decay, neither half-way, where a line and a cosine meet. The last one is not
+# Four steps: two of warm-up, two of decay, neither half-way, where linear and cosine decay agree. The last one is not
 # recorded: there torch counts its memory and traffic.
 BASE: dict[str, dict[str, Any]] = {
     "model": MODELS["llama"],
@@ -57,12 +57,12 @@ BASE: dict[str, dict[str, Any]] = {
     "precision": {"policy": "fp64"},
     "record": {"steps": [1, 2, 3], "tensors": "all"},
 }
-MAKER = {FOLDER: "torch_ref"}  # a side that is not a command's -> whose runs stand for it
+MAKER = {FOLDER: "torch_ref"}  # side without a command -> the side that makes its runs
 CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {},
     "gpt2": {"model": MODELS["gpt2"]},
     "accumulation": {"train": {"accumulation": 2}},
-    # With all tensors recorded torch has all logits at once.
+    # With all tensors recorded torch computes all logits at once.
     "chunks": {"memory": {"loss_chunks": 3}, "record": {"tensors": "gradients"}},
     "ddp": {"train": {"accumulation": 2}, "parallel": {"mesh": "4x1", "strategy": "ddp"}},
     "zero1": {"parallel": {"mesh": "4x1", "strategy": "zero1"}},
@@ -93,9 +93,9 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "images on a mesh": {"model": IMAGES, "parallel": {"mesh": "2x1"}},
     "scaled": {"precision": {"policy": "fp64", "loss_scale": 1024, "growth_interval": 2}},
     "fp32": {"precision": {"policy": "fp32"}, "parallel": {"mesh": "2x1"}},
-    # Steps as small as those of a real run: less than bfloat16 resolves.
+    # Steps as small as in a real run: below bfloat16's resolution.
     "bf16": {"precision": {"policy": "bf16"}, "parallel": {"mesh": "2x1"}, "optimizer": {"learning_rate": 3e-4}},
-    # After two good steps the scale is so large that float16 overflows; it comes back for the fourth.
+    # After two good steps the scale is so large that float16 overflows; it is reduced for the fourth.
     "fp16": {
         "precision": {"policy": "fp16", "growth_interval": 2, "growth_factor": 2.0**16, "backoff_factor": 2.0**-16},
         "parallel": {"mesh": "2x1"}, "optimizer": {"learning_rate": 3e-4}, "train": {"steps": 5},
@@ -106,9 +106,9 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass
 class Trial(Proof):
-    """A proof of few steps, of which its runs keep all tensors; `mistake`, if any, is planted in runs of its side.
+    """A proof of few steps whose runs keep all tensors; `mistake`, if any, is planted in runs of its side.
 
-    Where the reference is a run folder, torch_ref makes it.
+    If the reference is a run folder, torch_ref makes it.
     """
 
     mistake: Mistake | None = None
@@ -133,15 +133,15 @@ class Trial(Proof):
 
     @property
     def noise(self) -> levels.Noise:
-        """The noise of the correct code, so that a mistake in JAX does not need a second run."""
+        """The noise of the correct code, so that a mistake in JAX needs no second run."""
         return self.right.noise if self.right else super().noise
 
     def planted(self, mistake: Mistake, folder: Path) -> "Trial":
-        """This proof, of right runs, with `mistake` to be planted in its side."""
+        """This proof with right runs and `mistake` in its side."""
         return replace(self, mistake=mistake, folder=folder, right=self, done=dict(self.done), known=dict(self.known))
 
     def judge(self, start: Path) -> Verdict:
-        """Make the wrong run, which stands for every run of its config, and the one that shows its noise, and judge."""
+        """Make the wrong run, used for every run of its config, and the one that shows its noise, and judge."""
         if self.mistake:
             for side, kind in self.needed():
                 planted = MAKER.get(side, side) == self.mistake.side and kind != "perturbed"
@@ -153,7 +153,7 @@ class Trial(Proof):
 
 @dataclass
 class Benchmark:
-    """Right runs by configuration, made when they are asked for, and the trials over them."""
+    """Right runs by configuration, made on demand, and the trials over them."""
 
     folder: Path
     trials: dict[str, Trial] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Benchmark:
         write_images(self.images)
 
     def start(self, trial: Trial) -> Path:
-        """Starting weights of a model, none of which is at its neutral value: norms are not 1, biases not 0."""
+        """Starting weights of a model, none at its neutral value: norms are not 1, biases not 0."""
         model = trial.experiment.model
         family = f"{model.family}-{model.layers}"
         if family not in self.starts:
@@ -183,7 +183,7 @@ class Benchmark:
         return self.starts[family]
 
     def right(self, configuration: str) -> Trial:
-        """The proof of a configuration with all of its runs made. Raises TrainingError where it does not hold."""
+        """Proof of a configuration with all of its runs made. Raises TrainingError if it does not hold."""
         if configuration not in self.trials:
             changes = CONFIGURATIONS[configuration]
             values = {s: BASE.get(s, {}) | changes.get(s, {}) for s in BASE.keys() | changes.keys()}
@@ -203,12 +203,12 @@ class Benchmark:
         return self.trials[configuration]
 
     def find(self, mistake: Mistake) -> "Finding":
-        """Plant it and judge. The wrong run is removed."""
+        """Plant the mistake and judge. The wrong run is removed."""
         trial = self.right(mistake.configuration)
         folder = self.folder / "wrong" / mistake.name
         try:
             return Finding.of(mistake, trial.planted(mistake, folder).judge(self.start(trial)))
-        except (ConfigError, TrainingError) as error:  # a run that fails detects nothing: the row is to be mended
+        except (ConfigError, TrainingError) as error:  # a failed run detects nothing: the row needs fixing
             failed = Finding.of(mistake, Verdict([]))
             return replace(failed, named=f"the run failed: {str(error).strip().splitlines()[-1]}")
         finally:
@@ -216,7 +216,7 @@ class Benchmark:
 
 
 def read(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of a file in the order of their names."""
+    """Arrays of a file, sorted by name."""
     yield from sorted(load_file(file).items())
 
 
@@ -270,7 +270,7 @@ def show(findings: Sequence[Finding]) -> Table:
 
 
 def chosen(argv: Sequence[str]) -> tuple[Path, list[Mistake]]:
-    """--output DIR, and the rows that --only NAME,... asks for, all by default. Raises ConfigError."""
+    """--output DIR, and the rows requested by --only NAME,... (default: all). Raises ConfigError."""
     parser = Parser(prog="python -m parity_tests.validation.detection", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--output",
@@ -293,7 +293,7 @@ def chosen(argv: Sequence[str]) -> tuple[Path, list[Mistake]]:
 
 @cache
 def benchmark_of(output: Path) -> Benchmark:
-    """The trials of this process, whose runs serve all its configurations."""
+    """This process's trials, whose runs serve all its configurations."""
     return Benchmark(output / str(os.getpid()))
 
 
@@ -310,7 +310,7 @@ def find_all(output: Path, names: Sequence[str], stamp: str) -> list[Finding]:
 
 
 def found_before(output: Path, stamp: str) -> Iterator[Finding]:
-    """Results that the same code has saved already, without a last line cut short by a kill."""
+    """Results saved earlier by the same code, without a last line truncated by a kill."""
     text = (output / FOUND).read_text(encoding="utf-8") if (output / FOUND).exists() else ""
     for line in text.split("\n")[:-1]:
         values = json.loads(line)
@@ -321,10 +321,11 @@ def found_before(output: Path, stamp: str) -> Iterator[Finding]:
 
 @writes_to("--output")
 def main(argv: Sequence[str] | None = None) -> None:
-    """Every mistake, of as many configurations at a time as there are cores -> a table, detection.json, two shares."""
+    """Measure every mistake, as many configurations at a time as there are cores -> a table, detection.json, two
+    shares."""
     output, rows = chosen(sys.argv[1:] if argv is None else argv)
     began, wrong = time.perf_counter(), list[str]()
-    stamp = code()  # of now: what is edited meanwhile is not what runs
+    stamp = code()  # current stamp: later edits are not what runs
     output.mkdir(parents=True, exist_ok=True)
     found = {finding.mistake: finding for finding in found_before(output, stamp)}
     say(f"{len(rows)} mistakes, {sum(row.name not in found for row in rows)} left to plant, in code {stamp}")
@@ -354,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "mistakes": len(findings),
         "detected": detected,
         "named_right": named,
-        "configurations_without_a_mistake": len(groups),  # each found equivalent
+        "configurations_without_a_mistake": len(groups),  # each is equivalent
         "seconds": round(seconds),
         "code": stamp,
     }

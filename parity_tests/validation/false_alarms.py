@@ -1,9 +1,8 @@
 """Measure how often the proof calls equal runs different, a slow job: `python -m parity_tests.validation.false_alarms`.
 
 Both sides train each seed's weights and data order on every combination of family, mesh and precision, and the proof
-itself judges. It is made of the same commands as a proof by hand, of fewer steps, but they are run within one process
-per side, which imports, traces and compiles once, and a run that several proofs need is made once. Started again, it
-continues.
+judges. It consists of the same commands as a user's proof, with fewer steps, but they run within one process per side,
+which imports, traces and compiles once, and proofs share equal runs. Restarted, it continues.
 """
 
 import json
@@ -47,13 +46,13 @@ MESHES: dict[str, dict[str, Any]] = {
     "2x2": {"mesh": "2x2"},
     "hybrid": {"mesh": "data=2,fsdp=2"},
 }
-DEVICES = 4  # of the largest of them
+DEVICES = 4  # of the largest mesh
 AXES = {"family": tuple(cases.MODELS), "mesh": tuple(MESHES), "precision": ("fp64", "fp32", "bf16")}
 RESULTS = "proofs.jsonl"
 
 
 class Case(NamedTuple):
-    """One proof to be made."""
+    """One proof to make."""
 
     seed: int
     family: str
@@ -66,14 +65,14 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a combination: the verdict, and the largest share of a bound used in each level; 1 is the whole
+    """Result of a combination: the verdict, and the largest share of a bound used in each level; 1 is the full
     bound."""
 
     case: Case
     verdict: str
     sentence: str
     shares: Sequence[tuple[str, str, float]]  # level, check, value / bound
-    code: str  # by which it was made
+    code: str  # stamp of the code that made it
 
     @classmethod
     def of(cls, case: Case, verdict: Verdict) -> "Result":
@@ -100,7 +99,7 @@ class Result:
 
 
 def share(check: Check) -> float:
-    """value / bound; infinite for a NaN that does not hold, 1 where a bound of infinity is reached."""
+    """value / bound; infinite for a failing NaN, 1 if an infinite bound is reached."""
     if not check.holds:
         return check.value / check.bound if check.bound > 0 and check.value < float("inf") else float("inf")
     return 0.0 if check.value == 0 else 1.0 if check.value == check.bound else check.value / check.bound
@@ -111,7 +110,7 @@ def share(check: Check) -> float:
 
 @dataclass
 class SharedProof(Proof):
-    """A proof whose commands are queued, and which takes a run of the same config from another proof."""
+    """A proof whose commands are queued, and which shares a run of the same config with other proofs."""
 
     workers: Workers | None = None
     pending: list[tuple[str, Future[int]]] = field(default_factory=list)
@@ -126,7 +125,7 @@ class SharedProof(Proof):
         self.pending.append((module, self.workers.submit(module, arguments)))
 
     def verdict(self) -> Verdict:
-        """Result of the finished runs. Raises ConfigError or TrainingError if one failed."""
+        """Verdict over the finished runs. Raises ConfigError or TrainingError if one failed."""
         assert self.workers is not None
         for module, future in self.pending:
             self.workers.wait(module, future)
@@ -134,7 +133,7 @@ class SharedProof(Proof):
 
 
 def draw(model: Model, seed: int, folder: Path) -> Path:
-    """Starting weights of a seed in a Hugging Face folder. Biases are drawn too: those of a trained model are not 0."""
+    """Starting weights of a seed in a Hugging Face folder. Biases are random too, as in a trained model."""
     random = np.random.default_rng(seed)
     weights = {
         name: (spec.mean + (spec.std or model.init_std) * random.standard_normal(spec.shape)).astype(np.float32)
@@ -146,7 +145,7 @@ def draw(model: Model, seed: int, folder: Path) -> Path:
 
 
 class Group(NamedTuple):
-    """The proofs of one family and seed, from the same starting weights, whose runs are made in `folder`."""
+    """The proofs of one family and seed, with the same starting weights; their runs are in `folder`."""
 
     folder: Path
     proofs: dict[Case, SharedProof]
@@ -156,7 +155,7 @@ def begin(group: Sequence[Case], work_folder: Path, workers: Workers) -> Group:
     """Queue all runs of the proofs of a group."""
     seed, family, *_ = group[0]
     folder = work_folder / f"{family}-{seed}"
-    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted start left
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted start
     folder.mkdir()
     documents, start = folder / "documents.jsonl", folder / "start"
     cases.write_documents(documents)
@@ -180,7 +179,7 @@ def begin(group: Sequence[Case], work_folder: Path, workers: Workers) -> Group:
 
 @writes_to("--output")
 def main(argv: Sequence[str] | None = None) -> None:
-    """Arguments -> what is left to do -> proofs, a line of proofs.jsonl for each -> the table."""
+    """Arguments -> remaining proofs -> a line of proofs.jsonl for each -> the table."""
     output, wanted = arguments(sys.argv[1:] if argv is None else argv)
     output.mkdir(parents=True, exist_ok=True)
     results = [result for result in resumed(output / RESULTS) if result.case in wanted]
@@ -196,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for group, _ in pairwise(chain(begun, [None])):  # the next one trains while this one is judged
             assert group is not None
             found = [Result.of(case, proof.verdict()) for case, proof in group.proofs.items()]
-            if any(result.alarm for result in found):  # its runs are worth more than the room that they take
+            if any(result.alarm for result in found):  # an alarm's runs are kept
                 shutil.copytree(group.folder, output / "alarms" / group.folder.name, dirs_exist_ok=True)
             shutil.rmtree(group.folder)
             with (output / RESULTS).open("a", encoding="utf-8") as file:
@@ -213,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def arguments(argv: Sequence[str]) -> tuple[Path, set[Case]]:
-    """The output folder and the proofs that are asked for. Raises ConfigError."""
+    """The output folder and the requested proofs. Raises ConfigError."""
     parser = Parser(prog="python -m parity_tests.validation.false_alarms", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--output", type=user_path, metavar="DIR", help=f"folder for {RESULTS}; results in it are not computed again"
@@ -234,7 +233,7 @@ def arguments(argv: Sequence[str]) -> tuple[Path, set[Case]]:
 
 
 def selected(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The values of each of AXES that are among `names`, or all where none is. Raises ConfigError."""
+    """Values of each of AXES among `names`, or all if there are none. Raises ConfigError."""
     known = [value for values in AXES.values() for value in values]
     for name in names:
         if name not in known:
@@ -243,9 +242,9 @@ def selected(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def resumed(file: Path) -> list[Result]:
-    """The results of an earlier start; a last line cut short is dropped from the file.
+    """Results of an earlier start; a truncated last line is dropped from the file.
 
-    Raises ConfigError for a file that cannot be read, and for results of other code, which judged by other rules.
+    Raises ConfigError for an unreadable file, and for results of other code, which judged by other rules.
     """
     if not file.exists():
         return []
@@ -265,7 +264,8 @@ def resumed(file: Path) -> list[Result]:
 
 @contextmanager
 def shown(total: int, before: int) -> Iterator[Callable[[Sequence[Result]], None]]:
-    """A bar over `total` proofs, of which `before` are there; off a terminal a line per call of what it yields."""
+    """A progress bar over `total` proofs, of which `before` exist; off a terminal a line per call of the function it
+    yields."""
     began = time.monotonic()
     columns = TextColumn("proofs"), BarColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -285,7 +285,7 @@ def shown(total: int, before: int) -> Iterator[Callable[[Sequence[Result]], None
 
 
 def closest(results: Iterable[Result]) -> dict[str, tuple[float, str, Case]]:
-    """The largest share of a bound that a check took, with the check and the proof, by level."""
+    """Largest share of a bound that a check used, with the check and the proof, by level."""
     found: dict[str, tuple[float, str, Case]] = {}
     for result in results:
         for level, name, x in result.shares:
@@ -295,10 +295,10 @@ def closest(results: Iterable[Result]) -> dict[str, tuple[float, str, Case]]:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Proofs, alarms, and how close the closest check of each level came to its bound.
+    """Proofs, alarms, and the closest check of each level relative to its bound.
 
-    Proofs of one seed and family share weights, data and float64 runs: an alarm of one is likely one of the others, so
-    what counts as evidence is the number of such groups.
+    Proofs of one seed and family share weights, data and float64 runs: their alarms are likely to coincide, so the
+    evidence is the number of such groups.
     """
     alarms, groups = ({result.case[:2] for result in found} for found in ([r for r in results if r.alarm], results))
     title = (

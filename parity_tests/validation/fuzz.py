@@ -1,11 +1,11 @@
-"""Mutated files for everything that reads what others wrote: nothing but a ConfigError may come of them.
+"""Mutated files for every reader of other programs' files: only a ConfigError may result.
 
     python -m parity_tests.validation.fuzz FOLDER --examples 34000
 
 One row of KINDS per kind of file. Each example is written in place of the valid file in FOLDER/<kind> and read by the
 sides that read such files. Another error, a crash, an allocation above MEMORY or a reading of more than SECONDS ends
-the process, and the file is left where it lies, as small as hypothesis can make it. What once failed is kept in
-`parity_tests/validation/corpus/<kind>`: the tests read it each time, and mutations begin from it too.
+the process, and the file is left in place, as small as hypothesis can make it. Earlier failures are kept in
+`parity_tests/validation/corpus/<kind>`: the tests read them each time, and mutations start from them too.
 """
 
 import argparse
@@ -52,16 +52,16 @@ from jaxdist.runs.checkpoints import MANIFEST, seal, whole_checkpoint
 from jaxdist.runs.display import console
 from torch_ref.formats.hf import Weights
 
-screen = Console(highlight=False)  # of the fuzzer alone: readers have notes of their own
+screen = Console(highlight=False)  # the fuzzer's own: readers print notes
 CORPUS = Path(__file__).parent / "corpus"
 MEMORY = 2_000_000_000
-SECONDS = 10  # of the processor: a busy machine is no hang
-BATCH = 5000  # hypothesis remembers what it drew; a new batch begins without that memory
+SECONDS = 10  # CPU seconds: a busy machine is no hang
+BATCH = 5000  # hypothesis stores what it drew; a new batch starts without it
 
 MODEL = Llama(layers=1, dim=4, heads=2, kv_heads=1, head_dim=2, hidden=6, vocab=5, positions=8)
 CONFIG = to_settings(MODEL, "float32")
-LONE = "model.norm.weight"  # in a shard of its own
-# Their name, our name and the shape of a few of its tensors.
+LONE = "model.norm.weight"  # in its own shard
+# Their name, our name and the shape of some of its tensors.
 NAMES = {
     "model.embed_tokens.weight": ("embed.weight", (5, 4)),
     "model.layers.0.self_attn.q_proj.weight": ("layers.0.attention.q_proj.weight", (4, 4)),
@@ -71,7 +71,7 @@ NAMES = {
 }
 TORCH = "a.pt"
 OUTSIDE, LINK = "outside.safetensors", "link"
-SECRET = 7.0  # what the file outside of the folder holds, and none within it
+SECRET = 7.0  # value in the file outside of the folder, and in none within it
 
 
 def tensors() -> dict[str, np.ndarray]:
@@ -84,7 +84,7 @@ def links(folder: Path) -> None:
     (folder / "loop").symlink_to(folder / "loop")
 
 
-# Files around the one to mutate, and valid contents of it; all readers accept the first.
+# Files around the one to mutate, and valid contents for it; all readers accept the first.
 
 
 def around_safetensors(folder: Path) -> list[bytes]:
@@ -96,7 +96,7 @@ def around_safetensors(folder: Path) -> list[bytes]:
 
 
 def around_index(folder: Path) -> list[bytes]:
-    """Two shards, and a file outside that could stand for one of them."""
+    """Two shards, and a file outside that could replace one of them."""
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     places = {name: "2.safetensors" if name == LONE else "1.safetensors" for name in NAMES}
     for file in set(places.values()):
@@ -107,7 +107,7 @@ def around_index(folder: Path) -> list[bytes]:
 
 
 def around_config(folder: Path) -> list[bytes]:
-    """config.json of all families, in the keys of transformers 4 and 5; the weights fit the first."""
+    """config.json of all families, with the keys of transformers 4 and 5; the weights fit the first."""
     save_file(
         {name: np.ones(entry.shape, np.float32) for name, entry in entries("huggingface", MODEL).items()},
         folder / SINGLE,
@@ -125,7 +125,7 @@ def around_config(folder: Path) -> list[bytes]:
 
 
 def around_manifest(folder: Path) -> list[bytes]:
-    """A checkpoint, and a file outside that could stand for any of its files."""
+    """A checkpoint, and a file outside that could replace any of its files."""
     (folder / "deep").mkdir()
     for file in (folder / "a", folder / "deep" / "b", folder.parent / OUTSIDE):
         file.write_text("weights")
@@ -135,7 +135,7 @@ def around_manifest(folder: Path) -> list[bytes]:
 
 
 def trained() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A model's weights, and the state of an AdamW that has made a step."""
+    """A model's weights, and the state of AdamW after a step."""
     weights = {n: torch.rand(entry.shape, requires_grad=True) for n, entry in entries("huggingface", MODEL).items()}
     optimizer = torch.optim.AdamW(weights.values())
     sum(tensor.sum() for tensor in weights.values()).backward()  # type: ignore[union-attr]
@@ -144,7 +144,7 @@ def trained() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def around_torch(folder: Path) -> list[bytes]:
-    """A script's file, with an optimizer and numpy's numbers; a state dict alone; and as another program zips it."""
+    """A script's file, with an optimizer and numpy's numbers; a state dict alone; and another program's zip."""
     weights, optimizer = trained()
     numbers = {"rng": np.random.RandomState(0).get_state(), "best": np.float64(2), "grid": np.ones((2, 3), ">i4").T}
     found = []
@@ -160,7 +160,7 @@ def around_torch(folder: Path) -> list[bytes]:
 
 
 def around_dcp(folder: Path) -> list[bytes]:
-    """The index of a script's checkpoint, whose optimizer's state goes by names, and a file outside."""
+    """The index of a script's checkpoint with the optimizer's state by names, and a file outside."""
     weights, optimizer = trained()
     state = {name: optimizer["state"][number] for number, name in enumerate(weights)}
     (folder.parent / OUTSIDE).write_bytes(b"weights")
@@ -171,7 +171,7 @@ def around_dcp(folder: Path) -> list[bytes]:
     return [(folder / DCP).read_bytes()]
 
 
-# Readers. An AssertionError says what was taken and must not be.
+# Readers. An AssertionError names what was accepted and must not be.
 
 
 def read_by_jaxdist(folder: Path) -> None:
@@ -208,7 +208,7 @@ def read_manifest(folder: Path) -> None:
     try:
         whole_checkpoint(folder)
     except ConfigError as error:
-        str(error).encode()  # it is printed where another checkpoint takes the place of this one
+        str(error).encode()  # the message is printed where another checkpoint replaces this one
         raise
     files = json.loads((folder / MANIFEST).read_bytes())["files"]
     assert not files.keys() & {LINK, f"../{OUTSIDE}"}, "read from outside of the folder"
@@ -218,7 +218,7 @@ def read_torch(folder: Path) -> None:
     file = folder / TORCH
     read_all(torch_files.read_content(file, experiment_for(MODEL.model_dump(), "fuzz")))
     found, right = torch_files.described(file), dict[str, Any]()
-    with suppress(Exception), torch_numpy.allowed():  # what torch itself refuses says nothing
+    with suppress(Exception), torch_numpy.allowed():  # refusals by torch itself show nothing
         tree = torch.load(file, weights_only=True)
         right = part(tree, PARTS) or tree
     for name in found.keys() & right:
@@ -245,7 +245,7 @@ def assert_keys_once(text: bytes) -> None:
 
 
 class Kind(NamedTuple):
-    """A kind of file: its name, what lies around it, what reads it, which values suit it, and where its JSON lies."""
+    """A kind of file: its name, its neighbours, its readers, suitable values, and where its JSON is."""
 
     file: str
     around: Callable[[Path], list[bytes]]
@@ -294,7 +294,7 @@ KINDS = {
 
 # Mutations.
 
-Edit = Callable[[str, str], list[str]]  # a key, empty in a list, and its value -> the members that take their place
+Edit = Callable[[str, str], list[str]]  # a key (empty in a list) and its value -> the members that replace them
 
 
 def member(key: str, value: str) -> str:
@@ -302,12 +302,12 @@ def member(key: str, value: str) -> str:
 
 
 def one_of(texts: list[str]) -> st.SearchStrategy[str]:
-    """By their numbers: hypothesis would show all of them, and some are long."""
+    """By index: hypothesis would print all of them, and some are long."""
     return st.integers(0, len(texts) - 1).map(lambda number: texts[number])
 
 
 def edits(values: tuple[str, ...]) -> st.SearchStrategy[Edit]:
-    """Another value, another key, both twice, neither, or a member more."""
+    """Another value, another key, both twice, neither, or an extra member."""
     key = st.text(max_size=4).map(json.dumps) | one_of([text for text in values if text[0] == '"'])
     value = one_of([*values, *values, *ABSURD]) | st.integers().map(str) | st.floats().map(json.dumps) | key
     return st.one_of(
@@ -321,7 +321,7 @@ def edits(values: tuple[str, ...]) -> st.SearchStrategy[Edit]:
 
 
 def written(document: Any, changes: dict[int, Edit], numbers: Iterator[int]) -> str:
-    """`document` as JSON. The members in it are numbered, and those in `changes` edited."""
+    """`document` as JSON. Members are numbered, and those in `changes` edited."""
     if not isinstance(document, dict | list):
         return json.dumps(document)
     named = document.items() if isinstance(document, dict) else (("", value) for value in document)
@@ -334,7 +334,7 @@ def written(document: Any, changes: dict[int, Edit], numbers: Iterator[int]) -> 
 
 
 def size(document: Any) -> int:
-    """The number of members in `document`, at any depth."""
+    """Number of members in `document`, at any depth."""
     inside = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
     return sum(1 + size(value) for value in inside)
 
@@ -351,7 +351,7 @@ def edited(kind: Kind, content: bytes) -> st.SearchStrategy[bytes]:
 
 
 def damaged(content: bytes) -> st.SearchStrategy[bytes]:
-    """`content` with up to three pieces of it cut out, replaced by a few bytes, or with these put in."""
+    """`content` with up to three pieces removed, replaced by a few bytes, or preceded by them."""
     few = st.binary(max_size=8) | st.integers(0, 2**64 - 1).map(lambda number: struct.pack("<Q", number))
     length = st.sampled_from((0, 1, 8, 40, len(content)))
 
@@ -365,7 +365,7 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
 
 
 def mutations(kind: Kind, valid: list[bytes], failed: list[bytes]) -> st.SearchStrategy[bytes]:
-    """A third each: edits of what is valid, edits of what once failed, damage to the bytes of either."""
+    """One third each: edits of valid content, edits of earlier failures, damaged bytes of either."""
     with_json, before = ([content for content in some if is_json(kind.json_in(content))] for some in (valid, failed))
     return st.one_of(
         st.one_of([edited(kind, content) for content in with_json]),
@@ -389,7 +389,7 @@ def corpus(name: str) -> list[Path]:
 
 
 def prepared(name: str, folder: Path) -> list[bytes]:
-    """Make `folder` afresh around the file to mutate; the valid contents of that."""
+    """Create `folder` anew around the file to mutate; returns valid contents for it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     valid = KINDS[name].around(folder)
@@ -398,9 +398,9 @@ def prepared(name: str, folder: Path) -> list[bytes]:
 
 
 def accepted(name: str, folder: Path, content: bytes) -> bool:
-    """Whether all readers take `content`. Raises what is not an error of ours, and ends a process that hangs."""
+    """Whether all readers accept `content`. Raises foreign errors, and ends a process that hangs."""
     kind, taken = KINDS[name], True
-    (folder / kind.file).unlink(missing_ok=True)  # a new file costs less than a shorter one
+    (folder / kind.file).unlink(missing_ok=True)  # a new file is cheaper than truncating
     (folder / kind.file).write_bytes(content)
     for reader in kind.readers:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
@@ -416,7 +416,8 @@ def accepted(name: str, folder: Path, content: bytes) -> bool:
 
 
 def fuzz(name: str, folder: Path, examples: int, start: int) -> tuple[int, int]:
-    """Read mutations of a kind, drawn from the seed `start`; how many were different files, and how many taken."""
+    """Read mutations of a kind, drawn from the seed `start`; returns how many different files there were, and how many
+    were accepted."""
     strategy = mutations(KINDS[name], prepared(name, folder), [file.read_bytes() for file in corpus(name)])
     different, taken = set(), 0
     set_hypothesis_home_dir(folder.parent)
@@ -447,7 +448,7 @@ def main() -> None:
     a = parser.parse_args()
     console.quiet = True
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGPROF, chain=True)  # says where it hangs; then the process ends
+    faulthandler.register(signal.SIGPROF, chain=True)  # prints where it hangs; then the process ends
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY, virtual + MEMORY))
     for name in a.kinds:

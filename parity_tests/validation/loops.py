@@ -1,4 +1,4 @@
-"""A right training loop in plain torch, and variants with one mistake each: what the verdict's causes are tried on."""
+"""A right training loop in plain torch, and variants with one mistake each, to test the verdict's causes."""
 
 import math
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class Finished:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     kept_at_the_end: dict[str, np.ndarray] = field(default_factory=dict)
     before: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)  # of step 1, as a record names them
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)  # of step 1, by the names of a record
 
     @property
     def gradient_steps(self) -> list[int]:
@@ -186,7 +186,7 @@ class ClippedScaled(Loop):
 
 
 class ClippedByValue(NeverClipped):
-    """Each number of a gradient is clipped by itself."""
+    """Each number of a gradient is clipped separately."""
 
     def clip(self, model: nn.Module) -> float:
         norm = super().clip(model)
@@ -195,7 +195,7 @@ class ClippedByValue(NeverClipped):
 
 
 class ClippedByGroup(NeverClipped):
-    """Matrices are clipped by their norm, and vectors by theirs."""
+    """Matrices and vectors are clipped by separate norms."""
 
     def clip(self, model: nn.Module) -> float:
         norm, parameters = super().clip(model), list(model.parameters())
@@ -263,7 +263,7 @@ class LastMicrobatchDropped(Loop):
 
 
 class NeverZeroed(Loop):
-    """Gradients are added to those of the steps before."""
+    """Gradients are added to those of earlier steps."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().optimizer(model)
@@ -297,7 +297,7 @@ class Summed(Loop):
 
 
 class AddedLoss(Loop):
-    """A penalty on the logits that is trained, and not in the loss that is logged."""
+    """A penalty on the logits is trained, but not in the logged loss."""
 
     def backward(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> float:
         loss = self.loss(model, tokens, targets)
@@ -448,7 +448,7 @@ class SingleInDouble(Single):
 
 
 class ExactGelu(Single):
-    """Where the model has the tanh approximation of GELU."""
+    """The exact GELU where the model has the tanh approximation."""
 
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         gelu = functional.gelu

@@ -1,6 +1,6 @@
-"""Mutations of what a file holds, each drawn from a seed: of a tree of Python values, and of bytes.
+"""Mutations of a file's content, drawn from a seed: of a tree of Python values, and of bytes.
 
-`parity_tests.validation.fuzz` searches longer, by hypothesis; these are few and the same each time.
+`parity_tests.validation.fuzz` searches longer, with hypothesis; these are few and reproducible.
 """
 
 import copy
@@ -18,7 +18,7 @@ ABSURD: tuple[Any, ...] = (
 
 
 class Place(NamedTuple):
-    """A member of a tree: what holds it, by which key, index or field."""
+    """A member of a tree: its holder, and its key, index or field."""
 
     holder: Any
     key: Any
@@ -29,19 +29,19 @@ class Place(NamedTuple):
 
     def put(self, value: Any) -> None:
         if dataclasses.is_dataclass(self.holder):
-            object.__setattr__(self.holder, self.key, value)  # also of a frozen one
+            object.__setattr__(self.holder, self.key, value)  # works on frozen ones too
         else:
             self.holder[self.key] = value
 
     def drop(self) -> None:
         if dataclasses.is_dataclass(self.holder):
-            self.put(None)  # without one it could not be saved
+            self.put(None)  # an instance without the attribute could not be saved
         else:
             del self.holder[self.key]
 
 
 def places(tree: Any) -> Iterator[Place]:
-    """The members of dicts, lists and dataclasses in `tree`, at any depth."""
+    """Members of dicts, lists and dataclasses in `tree`, at any depth."""
     keys = (
         list(tree) if isinstance(tree, dict)
         else range(len(tree)) if isinstance(tree, list)
@@ -55,7 +55,7 @@ def places(tree: Any) -> Iterator[Place]:
 
 
 def mutated(tree: Any, random: Random) -> Any:
-    """A copy with one to three members absent, of another type, absurd, exchanged or twice."""
+    """A copy with one to three members absent, of another type, absurd, swapped or duplicated."""
     changed = copy.deepcopy(tree)
     for _ in range(random.choice((1, 1, 2, 3))):
         if found := list(places(changed)):
@@ -86,7 +86,7 @@ EDITS: tuple[Callable[[Place, Place, Random], None], ...] = (replaced, replaced,
 
 
 def damaged(content: bytes, random: Random, within: int | None = None) -> bytes:
-    """Bytes that are flipped, cut off, left out, zero, repeated or other numbers, within the first `within` of them."""
+    """Bytes flipped, truncated, removed, zeroed, repeated or replaced, within the first `within` of them."""
     size = min(len(content), within or len(content))
     at, count = random.randrange(size), random.choice((1, 4, 64))
     kept, rest = content[:at], content[at + count :]

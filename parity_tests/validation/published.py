@@ -1,9 +1,9 @@
-"""The planner against runs that others published: `python -m parity_tests.validation.published`.
+"""The planner against published runs: `python -m parity_tests.validation.published`.
 
 Predictions for their shapes, meshes and devices, beside their measurements. No constant of the planner was fitted to
-these runs: its shares of the data sheets' rates are an H200's. A run of theirs is another program, with kernels of its
-own. Two facts are unknown and stated beside: the rate of torchtitan's GPUs, for which the middle is taken of what it
-may be, and how much of what these programs send is hidden, which is taken for nothing.
+these runs: its shares of the data sheets' rates are an H200's. The published runs are other programs with kernels of
+their own. Two facts are unknown and stated beside: the rate of torchtitan's GPUs, taken as the middle of its possible
+range, and the share of communication that these programs overlap, taken as none.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ DEVICES = Path(__file__).parent / "measured"
 LLAMA2 = {"model.kv_heads": 32, "model.hidden": 11008, "model.vocab": 32000, "model.rope_scaling": "none",
           "data.sequence": 4096, "model.positions": 4096}  # fmt: skip
 TITAN = "https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-RATES = (835e12, 989e12)  # between which torchtitan says that of its GPUs lies: those of an H100 NVL and SXM
+RATES = (835e12, 989e12)  # bounds stated by torchtitan for its GPUs: those of an H100 NVL and SXM
 MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext, src/maxtext/configs/gpu/a3/llama_2_7b/README.md"
 TOKENS, TFLOPS = "tokens/s", "TFLOP/s"
 
 
 class Run(NamedTuple):
-    """A published run: what it measured a device, in tokens/s or TFLOP/s, and GiB of memory, if it says."""
+    """A published run: its measurement per device in tokens/s or TFLOP/s, and GiB of memory if stated."""
 
     name: str
     source: str
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
 
 def runs() -> Iterator[Run]:
-    """torchtitan's Llama 3.1 8B under FSDP2 and torch.compile, local batch 2; MaxText's Llama 2 7B, four sequences a
+    """torchtitan's Llama 3.1 8B under FSDP2 and torch.compile, local batch 2; MaxText's Llama 2 7B, four sequences per
     device, sharded within machines and replicated between them."""
     for devices, tokens, memory in ((8, 6667, 77.0), (128, 6514, 62.0)):
         fields = {"parallel.mesh": f"{devices}x1", "train.batch": 2 * devices}
@@ -51,8 +51,8 @@ def runs() -> Iterator[Run]:
 
 
 def planned(run: Run, overlap: bool = False, rate: float | None = None) -> tuple[Plan, float]:
-    """The plan, and by it the pace of a device in the run's unit; FLOPs count the whole square of attention. `rate`: of
-    bfloat16, where it is not what the device's file says."""
+    """The plan, and its pace per device in the run's unit; FLOPs count the full square of attention. `rate`:
+    bfloat16's, if it differs from the hardware file's."""
     device = hardware(str(DEVICES / run.device))
     if rate:
         device = device.model_copy(update={"flops": {**device.flops, "bfloat16": rate}})
@@ -64,7 +64,7 @@ def planned(run: Run, overlap: bool = False, rate: float | None = None) -> tuple
 
 
 def ratio(run: Run, overlap: bool = False, rate: float | None = None) -> float:
-    """The planned pace over the measured."""
+    """Planned pace over the measured one."""
     return planned(run, overlap, rate)[1] / run.pace
 
 

@@ -1,4 +1,4 @@
-"""Comparison of runs from a common start: their curves and states, and their traffic."""
+"""Comparison of runs from a common start: curves, states and traffic."""
 
 from jaxdist.families import models
 from parity_tests.expected import collectives
@@ -8,7 +8,7 @@ from parity_tests.runs.run import Run
 
 
 def worst(a: Run, b: Run) -> float:
-    """The largest difference, over its bound of the contract: equivalent when at most 1."""
+    """Largest difference over the contract's bound: equivalent when at most 1."""
     curves = {"loss": compare.LOSS, "grad_norm": compare.GRAD_NORM, "learning_rate": compare.LOSS}
     found = [compare.curve(a.metrics, b.metrics, field).max() / bound for field, bound in curves.items()]
     return max(
@@ -18,7 +18,7 @@ def worst(a: Run, b: Run) -> float:
 
 
 def misplaced(made: Run) -> list[str]:
-    """Differences between the bytes that a run sent and the closed form, which all families drawn here have."""
+    """Differences between the bytes that a run sent and the closed form, which all families here have."""
     e, mesh = made.experiment, made.mesh
     param_specs = models.param_specs(models.build(e.model))
     least = collectives.least(made.side, e, param_specs, mesh) or {}

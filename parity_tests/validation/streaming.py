@@ -37,18 +37,18 @@ from jaxdist.formats.safetensors_files import Tensor
 from jaxdist.formats.sources import kind_of
 from jaxdist.runs.folder import check_new
 
-MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
-BLOCK = 10_000_000  # numbers that are drawn at a time
-SETTLE = 5  # seconds: memory that was just freed is at hand faster, in a virtual machine above all
+MEMORY, SPEED = 1e9, 0.6  # bytes beyond twice the largest tensor; share of the pace of cp
+BLOCK = 10_000_000  # numbers drawn at a time
+SETTLE = 5  # seconds: just-freed memory is available sooner, above all in a virtual machine
 SHAPES = {4e9: (4096, 14336, 128256), 1e9: (2048, 5632, 32000), 0: (512, 1792, 16032)}  # smallest size, in bytes
-PATHS = (  # source, target, its kind
+PATHS = (  # source, target, the target's kind
     ("hf", "orbax", "orbax"), ("orbax", "dcp", "dcp"), ("dcp", "torch.pt", "torch"), ("torch.pt", "orbax2", "orbax"),
     ("orbax2", "hf2", "hf"), ("run", "dcp2", "dcp"), ("run", "torch2.pt", "torch"),
 )  # fmt: skip
 
 
 class Pair(NamedTuple):
-    """Conversions, each with the copy before it. `bound` is of memory, all in bytes or seconds."""
+    """Conversions, each with the copy before it. `bound` limits the memory; all in bytes or seconds."""
 
     source: str
     target: str
@@ -69,7 +69,7 @@ class Pair(NamedTuple):
 
 
 def model_of(size: float) -> Llama:
-    """A Llama of usual proportions, in bfloat16 of at least `size` bytes, by its number of layers."""
+    """A Llama of usual proportions with at least `size` bytes in bfloat16, by its number of layers."""
     width, hidden, vocab = next(shape for least, shape in SHAPES.items() if size >= least)
     heads, kv = width // 128, max(1, width // 512)
     layer = 2 * (2 * width * width + 2 * width * kv * 128 + 3 * width * hidden)
@@ -78,8 +78,8 @@ def model_of(size: float) -> Llama:
 
 
 def synthesize(folder: Path, model: Llama) -> None:
-    """A Hugging Face folder of random weights, a few numbers at a time: a process that is started later counts what its
-    parent once had in memory as its own peak."""
+    """A Hugging Face folder of random weights, written a few numbers at a time: a child process counts its parent's
+    peak memory as its own."""
     described = {n: Tensor(e.shape, np.dtype(ml_dtypes.bfloat16)) for n, e in entries("huggingface", model).items()}
     random = np.random.default_rng(0)
 
@@ -89,7 +89,7 @@ def synthesize(folder: Path, model: Llama) -> None:
     for name, tensor in described.items():
         path, start = places[name]
         for begin in range(0, math.prod(tensor.shape), BLOCK):
-            # The high bits of normal numbers, as trained weights have: uniform bytes would have NaNs.
+            # High bits of normal numbers, as in trained weights: uniform bytes would include NaNs.
             bits = random.integers(0, 2**16, size=min(BLOCK, math.prod(tensor.shape) - begin), dtype=np.uint16)
             buffers.write(path, start + bits.itemsize * begin, bits & 0x83FF | 0x3800)
 
@@ -104,7 +104,7 @@ def train(folder: Path, size: float) -> None:
 
 
 def measure(folder: Path, source: str, target: str, kind: str, turns: int) -> Pair:
-    """`cp` and the conversion in turn, each with what it wrote on the disk before the next begins."""
+    """`cp` and the conversion in turn; each one's output is on disk before the next starts."""
     given, copy, made = folder / source, folder / "copy", folder / target
     size = sum(file.stat().st_size for file in given.rglob("*") if file.is_file()) or given.stat().st_size
     copied, converted, peaks = [], [], []
@@ -121,15 +121,15 @@ def measure(folder: Path, source: str, target: str, kind: str, turns: int) -> Pa
 
 
 def forget(path: Path) -> None:
-    """Take the files of a checkpoint from the page cache."""
-    os.sync()  # only what is on the disk can be forgotten
+    """Drop the files of a checkpoint from the page cache."""
+    os.sync()  # only pages on disk can be dropped
     for file in filter(Path.is_file, (path, *path.rglob("*"))):
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def timed(command: Sequence[str]) -> tuple[float, int]:
-    """Seconds until the command has ended and its bytes are on the disk, and its peak of resident memory in bytes.
+    """Seconds until the command ends with its bytes on disk, and its peak resident memory in bytes.
 
     Ends the process where it fails.
     """
@@ -153,7 +153,7 @@ def largest(*paths: Path) -> int:
 
 
 def main() -> None:
-    """All pairs, in a table. Ends with 1 where one does not hold."""
+    """All pairs, in a table. Exits with 1 where one misses its goal."""
     parser = argparse.ArgumentParser(prog="python -m parity_tests.validation.streaming", description=__doc__)
     parser.add_argument("--bytes", type=float, default=8.5e9, help="size of the synthetic checkpoint")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Mistakes as real ports make them, planted at run time in either side, to measure what the proof detects.
 
 A row of the table is a function that replaces attributes of modules and classes, in the process of its side and before
-its `main`; no source is changed. Its decorator says under which configuration of the benchmark (`detection.py`) it
-acts, which level of the proof must catch it, and what has to be named as the culprit.
+its `main`; no source is changed. Its decorator states the configuration of the benchmark (`detection.py`) in which it
+acts, the level of the proof that must catch it, and the culprits of which one must be named.
 """
 
 import sys
@@ -12,7 +12,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-# By side, so that a process of torch_ref never holds jax.
+# By side, so that a process of torch_ref never imports jax.
 TABLES = {
     "jaxdist": ("jax_model", "jax_training", "jax_mesh", "jax_experts", "jax_pipeline", "jax_images"),
     "torch_ref": (
@@ -36,7 +36,7 @@ class Mistake:
     """One planted mistake.
 
     A culprit is a pattern on `Parting.tensor`: the tensor at which the planted code first acts, or the first recorded
-    one after it. What shows in no tensor is known by its check, as `traffic/jaxdist, data: ...`.
+    one after it. A mistake that changes no tensor is named by its check, as `traffic/jaxdist, data: ...`.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Mistake:
     plant: Callable[[], None]
 
 
-# No mistake, planted like one: what it is detected by is a false alarm.
+# No mistake, planted like one: any detection is a false alarm.
 NOTHING = {
     side: Mistake(f"{side}.nothing", side, PLAIN, "", (), "The code is left as it is.", lambda: None) for side in TABLES
 }
@@ -69,7 +69,7 @@ def mistake(side: str, configuration: str, level: str, *culprits: str) -> Callab
 
 
 def table(*sides: str) -> dict[str, Mistake]:
-    """The mistakes of these sides, of both where none is named; imports what they are planted in."""
+    """Mistakes of these sides (default: both); imports the modules that they change."""
     for side in sides or TABLES:
         for part in TABLES[side]:
             import_module(f"parity_tests.validation.mistakes.{part}")
@@ -78,8 +78,8 @@ def table(*sides: str) -> dict[str, Mistake]:
 
 
 def in_a_folder(rows: Iterable[Mistake]) -> Iterator[Mistake]:
-    """Torch's mistakes of one device once more, in a run in float32 that is all there is of the other side, so that
-    the float64 levels have nothing to compare."""
+    """Plant torch's one-device mistakes again in a float32 run that is all there is of the other side, so that the
+    float64 levels have nothing to compare."""
     for row in rows:
         on_one_device = (row.side, row.configuration, row.level) == ("torch_ref", PLAIN, "mathematics")
         if on_one_device and row.name not in NONE_IN_FLOAT32:
@@ -90,7 +90,7 @@ def in_a_folder(rows: Iterable[Mistake]) -> Iterator[Mistake]:
 
 
 def everywhere(old: Any, new: Any) -> None:
-    """`new` in the place of `old` under every name by which either package knows it, as if its source were changed."""
+    """Replace `old` by `new` under every name in either package, as if its source had changed."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("jaxdist", "torch_ref")):
             for key in [key for key, value in vars(module).items() if value is old]:
@@ -98,12 +98,12 @@ def everywhere(old: Any, new: Any) -> None:
 
 
 def altered(module: Any, **changes: Any) -> Any:
-    """A copy of a module's namespace with some names changed, to be put where one user of the module sees it."""
+    """A copy of a module's namespace with some names changed, for one user of the module."""
     return SimpleNamespace(**(vars(module) | changes))
 
 
 def plant(owner: Any, name: str, value: Any) -> None:
-    """`value` as the attribute `name`, which must be there already."""
+    """Set the existing attribute `name` to `value`."""
     if not hasattr(owner, name):
         raise AttributeError(f"{owner} has no {name}")
     setattr(owner, name, value)

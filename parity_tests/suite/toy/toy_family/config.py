@@ -7,7 +7,7 @@ from jaxdist.config.section import Count
 
 
 class Wide(Rotary):
-    """A decoder whose blocks are x + attention(norm(x)) + mlp(norm(x)), of one norm."""
+    """A decoder whose blocks are x + attention(norm(x)) + mlp(norm(x)), with one norm."""
 
     family: Literal["wide"] = "wide"
     rotated: Count = 4

@@ -12,7 +12,7 @@ torch_ref.register_optimizer(
     torch_ref.UpdateRule("centered", "toy_plugin.torch_side:Centered", "toy_plugin.torch_side:centered")
 )
 
-# fsdp whose gradients stay whole until the end of the step.
+# fsdp with gradients unsharded until the end of the step.
 jaxdist.register_strategy(
     jaxdist.Strategy("fsdp_once", parameters=True, gradients=False, optimizer=True, reshards=True)
 )

@@ -1,4 +1,4 @@
-"""The plugin's kind of checkpoint: an .npz file with the experiment and each tensor, read when it is asked for."""
+"""The plugin's kind of checkpoint: an .npz file with the experiment and each tensor, read on demand."""
 
 import json
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def read(path: Path, name: str) -> np.ndarray:
 
 
 def find(path: Path, reader: Reader) -> Found:
-    """The weights of a file. Raises ConfigError."""
+    """Weights of a file. Raises ConfigError."""
     with np.load(path) as arrays:
         experiment = Experiment.parse(json.loads(str(arrays[EXPERIMENT])), source=str(path))
         shapes = {name: (arrays[name].shape, arrays[name].dtype) for name in arrays.files if name != EXPERIMENT}

@@ -1,4 +1,4 @@
-"""The plugin's data: numbers of a sequence that a model can learn."""
+"""The plugin's data: a learnable sequence of numbers."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ from jaxdist.data import Sequences, Stream
 
 
 def open_squares(data: Data, model: Model) -> Sequences:
-    """Squares modulo the number that data.path gives."""
+    """Squares modulo the number in data.path."""
     if not data.path.isdecimal():
         raise ConfigError(f"data.path = {data.path!r}: squares are taken modulo a number; give one, as 97")
     ids = (np.arange(20_000) ** 2 % int(data.path) % model.vocab).astype(np.int32)
