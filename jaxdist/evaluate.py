@@ -69,7 +69,7 @@ def evaluate(a: Any) -> str:
         raise TrainingError(f"--checkpoint {a.checkpoint}: its loss is {found.loss}; use one from before it diverged")
     loss, counted = found.mean, int(found.counted)
     if experiment.model.input_kind == "images":
-        result = {"loss": loss, "accuracy": found.right / counted, "images": counted}
+        result = {"loss": loss, "accuracy": found.correct / counted, "images": counted}
         line = f"loss {loss:.6f}, accuracy {result['accuracy']:.2%}, {counted:,} images"
     else:
         result = {"loss": loss, "perplexity": perplexity(loss), "tokens": counted}

@@ -205,7 +205,7 @@ class Run:
         them."""
         if not self.checkpoints:
             return
-        if bad := next((name for name, sound in self.program.sound(state.parameters).items() if not sound), None):
+        if bad := next((name for name, valid in self.program.all_valid(state.parameters).items() if not valid), None):
             self.wait()
             raise overflown(step, bad, self.newest)
         if self.folder and first():

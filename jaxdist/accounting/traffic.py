@@ -198,12 +198,12 @@ def least_of_update(
 ) -> dict[str, float]:
     """Bytes that a device sends per step for what an update rule asks of whole parameters, by mesh axis."""
     total: Counter[str] = Counter()
-    for op, axes, size in of_update(experiment, param_specs, mesh):
+    for op, axes, size in update_traffic(experiment, param_specs, mesh):
         total[first(mesh, axes)] += ring_bytes(op, size, math.prod(mesh[axis] for axis in axes))  # type: ignore[assignment]
     return {axis: size for axis, size in total.items() if size}
 
 
-def of_update(
+def update_traffic(
     experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """Each parameter's collectives in an update (`jaxdist/training/matrices.py`): name, axes and bytes."""
@@ -216,7 +216,7 @@ def of_update(
 Sent = Iterator[tuple[str, tuple[str, ...], float]]
 
 
-def of_muon(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sent:
+def muon_traffic(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sent:
     """Each matrix of a block goes to one device and back, as many as the devices divide."""
     split, own = _pieces(e, spec, mesh)
     if spec.role.inner:
@@ -226,7 +226,7 @@ def of_muon(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sent:
         yield from (("all_to_all", axes, size) for axes in split[-2:] * 2 if axes)
 
 
-def of_adafactor(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sent:
+def adafactor_traffic(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sent:
     """Means of squares over columns and rows, and of the former over rows, and the size of the parameter and of its
     update."""
     split, own = _pieces(e, spec, mesh)

@@ -62,7 +62,7 @@ class UpdateRule:
     stateless: Callable[["Optimizer"], bool] = lambda o: False
     """Whether it keeps nothing under these settings."""
     traffic: Reference | None = None
-    """Traffic for whole parameters (`jaxdist.accounting.traffic.of_update`); None: none of an elementwise rule, else
+    """Traffic of the update (`jaxdist.accounting.traffic.update_traffic`); None: none of an elementwise rule, else
     unknown."""
     elementwise: bool | None = None
     """Whether each number of a parameter is updated by its own gradient and state alone; None: if every parameter has
@@ -199,14 +199,14 @@ for _row in (
         {ROWS: MATRICES, COLUMNS: MATRICES, "variance": VECTORS},
         "jaxdist.training.optim:adafactor",
         squares=(ROWS, COLUMNS, "variance"),
-        traffic="jaxdist.accounting.traffic:of_adafactor",
+        traffic="jaxdist.accounting.traffic:adafactor_traffic",
     ),
     UpdateRule(
         "muon",
         {"momentum_buffer": INNER, "exp_avg": OUTER, "exp_avg_sq": OUTER},
         "jaxdist.training.optim:muon",
         squares=("exp_avg_sq",),
-        traffic="jaxdist.accounting.traffic:of_muon",
+        traffic="jaxdist.accounting.traffic:muon_traffic",
         matrices_alone=True,
     ),
 ):

@@ -169,7 +169,7 @@ def test_load_balance(hf_reference: Callable[[str], HFReference], monkeypatch: p
     with torch.no_grad():
         expected = theirs(torch.tensor(TOKENS, dtype=torch.long), output_router_logits=True).aux_loss
     assert balance(made) == pytest.approx(float(expected), rel=BOUND)
-    monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: sums)  # planted: each row separately
+    monkeypatch.setattr(Parallel, "sum_over_tokens", lambda self, sums: sums)  # planted: each row separately
     assert balance(made) != pytest.approx(float(expected), rel=1e-3)
 
 

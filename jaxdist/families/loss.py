@@ -18,7 +18,7 @@ from jaxdist.data import IGNORED
 from jaxdist.families.layers import ColumnLinear, Embedding
 from jaxdist.ops.linear import dot, transposed
 from jaxdist.ops.varying import at_least_f32, match_varying
-from jaxdist.parallel.collectives import Parallel, highest_of_vocabulary, mask_local_vocab, of_vocabulary, to_local_ids
+from jaxdist.parallel.collectives import Parallel, mask_local_vocab, max_over_vocab, sum_over_vocab, to_local_ids
 
 
 class Model(Protocol):
@@ -43,7 +43,7 @@ def head(
     return cross_entropy_of_chunks(x_BTD, kernel_DV, targets_SN, model.config)
 
 
-def of_tokens(logits: jax.Array, model: Config | None) -> jax.Array:
+def mask_padded_vocab(logits: jax.Array, model: Config | None) -> jax.Array:
     """This device's logits [..., V] with no probability for the padding of the vocabulary, and so no gradient."""
     if model is None or model.vocab == model.vocab_rows:
         return logits
@@ -90,10 +90,10 @@ def _nats(logits_BTV: jax.Array, index_BT: jax.Array) -> jax.Array:
 
 def _nats_forward(logits_BTV: jax.Array, index_BT: jax.Array) -> Any:
     x_BTV, (mine, index) = at_least_f32(logits_BTV), mask_local_vocab(index_BT, logits_BTV.shape[-1])
-    highest_BT = highest_of_vocabulary(x_BTV.max(-1))
+    highest_BT = max_over_vocab(x_BTV.max(-1))
     target_BT = jnp.take_along_axis(x_BTV, index[..., None], -1)[..., 0] - highest_BT
     total_BT = jnp.exp(x_BTV - highest_BT[..., None]).sum(-1)
-    total_BT, target_BT = of_vocabulary((total_BT, jnp.where(mine, target_BT, 0)))
+    total_BT, target_BT = sum_over_vocab((total_BT, jnp.where(mine, target_BT, 0)))
     nats_BT = jnp.log(total_BT) - target_BT
     return nats_BT, (logits_BTV, index_BT, highest_BT, jnp.log(total_BT))
 
@@ -119,7 +119,7 @@ def _nats_of_chunks(model: Decoder, x_SND: jax.Array, kernel_DV: jax.Array, inde
 def _chunks_forward(model: Decoder, x_SND: jax.Array, kernel_DV: jax.Array, index_SN: jax.Array) -> Any:
     def chunk(_: None, of_chunk: Any) -> Any:
         x_ND, index_N = of_chunk
-        nats_N, (_, _, highest_N, log_N) = _nats_forward(of_tokens(x_ND @ kernel_DV, model), index_N)
+        nats_N, (_, _, highest_N, log_N) = _nats_forward(mask_padded_vocab(x_ND @ kernel_DV, model), index_N)
         return None, (nats_N, highest_N, log_N)
 
     _, (nats_SN, *sums) = lax.scan(chunk, None, (x_SND, index_SN))
@@ -131,7 +131,7 @@ def _chunks_backward(model: Decoder, kept: Any, outer_SN: jax.Array) -> tuple[ja
 
     def chunk(kernel_bar: jax.Array, of_chunk: Any) -> Any:
         x_ND, outer_N, *of_tokens_N = of_chunk
-        logits_bar, _ = _nats_backward((of_tokens(x_ND @ kernel_DV, model), *of_tokens_N), outer_N)
+        logits_bar, _ = _nats_backward((mask_padded_vocab(x_ND @ kernel_DV, model), *of_tokens_N), outer_N)
         own = jnp.matmul(transposed(x_ND), logits_bar, preferred_element_type=kernel_bar.dtype)
         return kernel_bar + own, logits_bar @ kernel_DV.T
 

@@ -20,6 +20,17 @@ def build(model: Model) -> nnx.Module:
     return made
 
 
+def masks_padding(model: nnx.Module) -> bool:
+    """Whether the model's call takes `valid_BT` [B, T], the mask of tokens whose target has a loss: its attribute
+    `masks_padding`, by default False."""
+    return getattr(model, "masks_padding", False)
+
+
+def config_of(model: nnx.Module) -> Model | None:
+    """The model section that a model was built from: its attribute `config`; None for a model of no family."""
+    return getattr(model, "config", None)
+
+
 def param_specs(model: nnx.Module) -> dict[str, ParamSpec]:
     """Every parameter that `model` declares, by dotted name, in the order of the names."""
     flat = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}

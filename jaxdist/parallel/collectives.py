@@ -15,12 +15,12 @@ a strategy shards over fsdp it shards over expert and context too; experts are s
 | `attend` | over context: `parallel/context.py` | the same |
 | `experts` | over expert: `parallel/experts.py` | the same |
 | `stages` | over pipeline: `parallel/pipeline.py` | the same |
-| `of_all_times`, sequence | all-reduce over tensor of 2E numbers a microbatch | nothing |
-| `of_images`, but `replica` | all-reduce of 2C numbers a batch norm, over all axes that split images | the same |
-| `of_all_tokens` | all-reduce of E numbers a microbatch, over all axes that split tokens | nothing |
-| `own_times` | nothing | nothing, but see below |
+| `sum_over_sequence`, sequence | all-reduce over tensor of 2E numbers a microbatch | nothing |
+| `sum_over_images`, but `replica` | all-reduce of 2C numbers a batch norm, over all axes that split images | the same |
+| `sum_over_tokens` | all-reduce of E numbers a microbatch, over all axes that split tokens | nothing |
+| `slice_sequence` | nothing | nothing, but see below |
 | `lookup` | nothing (its caller leaves) | nothing |
-| `highest_of_vocabulary`, `of_vocabulary` | all-reduces of 3 floats a token of the loss over tensor | nothing |
+| `max_over_vocab`, `sum_over_vocab` | all-reduces of 3 floats a token of the loss over tensor | nothing |
 
 A weight that is whole on each tensor device, which uses it for its own heads or, under sequence parallelism, times, has
 its gradient all-reduced over tensor, 2w(n-1)/n: JAX does so by its type.
@@ -75,51 +75,51 @@ def mask_local_vocab(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]
     return mine, jnp.where(mine, index, 0)
 
 
-def of_vocabulary(sums: X) -> X:
+def sum_over_vocab(sums: X) -> X:
     """All-reduce partial sums over the vocabulary shards (mesh axis `tensor`)."""
     whole: X = lax.psum(sums, "tensor")
     return whole
 
 
-def highest_of_vocabulary(highest: jax.Array) -> jax.Array:
+def max_over_vocab(highest: jax.Array) -> jax.Array:
     """All-reduce maxima over the vocabulary shards (mesh axis `tensor`). No gradient goes through it."""
     whole: jax.Array = lax.pmax(highest, "tensor")
     return whole
 
 
-def gather(piece: jax.Array, cut: ShardDim, to: str = "varying") -> jax.Array:
-    """All-gather a shard along `cut.dim`; `to="invarying"` types the result as equal on all devices."""
-    whole: jax.Array = lax.all_gather(piece, cut.axes, axis=piece.ndim + cut.dim, tiled=True, to=to)
+def all_gather_shard(piece: jax.Array, shard: ShardDim, to: str = "varying") -> jax.Array:
+    """All-gather a shard along `shard.dim`; `to="invarying"` types the result as equal on all devices."""
+    whole: jax.Array = lax.all_gather(piece, shard.axes, axis=piece.ndim + shard.dim, tiled=True, to=to)
     return whole
 
 
-def scatter(whole: jax.Array, cut: ShardDim) -> jax.Array:
-    """Reduce-scatter an array along `cut.dim` over `cut.axes`."""
-    piece: jax.Array = lax.psum_scatter(whole, cut.axes, scatter_dimension=whole.ndim + cut.dim, tiled=True)
+def reduce_scatter_shard(whole: jax.Array, shard: ShardDim) -> jax.Array:
+    """Reduce-scatter an array along `shard.dim` over `shard.axes`."""
+    piece: jax.Array = lax.psum_scatter(whole, shard.axes, scatter_dimension=whole.ndim + shard.dim, tiled=True)
     return piece
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(parallel: "Parallel", cut: ShardDim, piece: jax.Array, grad_slot: jax.Array | None) -> jax.Array:
+def _unshard(parallel: "Parallel", shard: ShardDim, piece: jax.Array, grad_slot: jax.Array | None) -> jax.Array:
     # Fetched here, where parameters lie on the host, and again for the backward pass: one block's at a time.
     piece = on_device(piece)
     # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over batch and stages before
     # any use, so that nothing below sums its gradient there: the backward rule alone decides.
-    piece = mark_varying(piece.astype(parallel.precision.compute), cut.replicas)
-    return gather(piece, cut) if parallel.strategy.reshards else mark_varying(piece, cut.axes)
+    piece = mark_varying(piece.astype(parallel.precision.compute), shard.replicas)
+    return all_gather_shard(piece, shard) if parallel.strategy.reshards else mark_varying(piece, shard.axes)
 
 
-def _whole_forward(parallel: "Parallel", cut: ShardDim, piece: jax.Array, grad_slot: jax.Array | None) -> Any:
-    return _whole(parallel, cut, piece, grad_slot), None
+def _unshard_forward(parallel: "Parallel", shard: ShardDim, piece: jax.Array, grad_slot: jax.Array | None) -> Any:
+    return _unshard(parallel, shard, piece, grad_slot), None
 
 
-def _whole_backward(parallel: "Parallel", cut: ShardDim, _: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+def _unshard_backward(parallel: "Parallel", shard: ShardDim, _: None, gradient: jax.Array) -> tuple[None, jax.Array]:
     if parallel.strategy.gradients:
-        gradient = scatter(gradient.astype(parallel.precision.reduce), cut)
+        gradient = reduce_scatter_shard(gradient.astype(parallel.precision.reduce), shard)
     return None, gradient.astype(parallel.precision.parameters)
 
 
-_whole.defvjp(_whole_forward, _whole_backward)
+_unshard.defvjp(_unshard_forward, _unshard_backward)
 
 
 class Context(Protocol):
@@ -131,7 +131,7 @@ class Context(Protocol):
     def rows(self, table_TD: jax.Array) -> jax.Array:
         """The rows of this device's times, of a table of all."""
 
-    def all_times(self, x_BT: jax.Array) -> jax.Array:
+    def gather_sequence(self, x_BT: jax.Array) -> jax.Array:
         """x [B, T, ...] of all times, in their order, of which each device has its own. No gradient goes through it."""
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
@@ -201,7 +201,7 @@ class Parallel:
         graph, state = nnx.split(module)
 
         def whole(v: nnx.Variable[Any]) -> nnx.Variable[Any]:
-            return v.replace(_whole(self, v.shard_dim, *v.get_value())) if isinstance(v, nnx.Param) else v
+            return v.replace(_unshard(self, v.shard_dim, *v.get_value())) if isinstance(v, nnx.Param) else v
 
         return nnx.merge(graph, jax.tree.map(whole, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
@@ -234,17 +234,17 @@ class Parallel:
         """The sum over each token's chosen experts, as weighted; partial over tensor where these are."""
         return self.dispatch(experts, x_BTD, routing, self.context)
 
-    def of_all_times(self, sums: jax.Array) -> jax.Array:
+    def sum_over_sequence(self, sums: jax.Array) -> jax.Array:
         """Sums over all times that this device enters, of those over the times that it has between `leave` and
         `enter`."""
         return lax.psum(sums, "tensor") if self.sequence else sums
 
-    def of_all_tokens(self, sums: jax.Array) -> jax.Array:
+    def sum_over_tokens(self, sums: jax.Array) -> jax.Array:
         """Sums over the microbatch of all devices. No gradient goes through it."""
         total: jax.Array = lax.psum(lax.stop_gradient(sums), TOKENS)
         return total
 
-    def of_images(self, sums: jax.Array) -> jax.Array:
+    def sum_over_images(self, sums: jax.Array) -> jax.Array:
         """Sums over the images that are normalized together: the microbatch on all devices, or this device's own."""
         return lax.psum(sums, LOSS_AXES) if self.batch_norm == "global" else sums
 
@@ -252,13 +252,13 @@ class Parallel:
         """Number of images normalized together, given `count` on this device."""
         return count * int(lax.axis_size(LOSS_AXES)) if self.batch_norm == "global" else count
 
-    def own_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def local_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Running statistics as microbatches move them: one of all devices, or each device's own."""
         if self.batch_norm == "global":
             return statistics
         return {name: mark_varying(s, LOSS_AXES) if s.ndim else s for name, s in statistics.items()}  # all count alike
 
-    def kept_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def from_first_replica(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Take the first device's of all devices' values, as DDP does."""
         if self.batch_norm == "global":
             return statistics
@@ -267,7 +267,7 @@ class Parallel:
         kept: dict[str, jax.Array] = unravel(lax.psum(jnp.where(lax.axis_index(LOSS_AXES) == 0, flat, 0), LOSS_AXES))
         return statistics | kept
 
-    def own_times(self, table_TD: jax.Array) -> jax.Array:
+    def slice_sequence(self, table_TD: jax.Array) -> jax.Array:
         """The rows of the times that this device has between `leave` and `enter`."""
         if not self.sequence:
             return table_TD

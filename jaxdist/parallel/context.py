@@ -35,7 +35,7 @@ class NoContextParallel:
     def rows(self, table_TD: jax.Array) -> jax.Array:
         return table_TD
 
-    def all_times(self, x_BT: jax.Array) -> jax.Array:
+    def gather_sequence(self, x_BT: jax.Array) -> jax.Array:
         return x_BT
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
@@ -53,7 +53,7 @@ class Ring:
         size = table_TD.shape[0] // (2 * n)
         return jnp.concatenate([lax.dynamic_slice_in_dim(table_TD, j * size, size) for j in (i, 2 * n - 1 - i)])
 
-    def all_times(self, x_BT: jax.Array) -> jax.Array:
+    def gather_sequence(self, x_BT: jax.Array) -> jax.Array:
         x_BT = lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
         return x_BT[:, np.argsort(self.order(x_BT.shape[TIME], lax.axis_size(AXIS)))]
 
@@ -69,7 +69,7 @@ class Ulysses(NoContextParallel):
         size = table_TD.shape[0] // lax.axis_size(AXIS)
         return lax.dynamic_slice_in_dim(table_TD, lax.axis_index(AXIS) * size, size)
 
-    def all_times(self, x_BT: jax.Array) -> jax.Array:
+    def gather_sequence(self, x_BT: jax.Array) -> jax.Array:
         whole_BT: jax.Array = lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
         return whole_BT
 

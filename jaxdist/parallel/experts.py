@@ -82,7 +82,7 @@ class Capped:
         E = self.model.experts
         # Which tokens are valid travels with the choices: those of others are E higher.
         marked_BTk = jnp.where(routing.valid_BT[..., None], routing.chosen_BTk, E + routing.chosen_BTk)
-        marked_BSk = context.all_times(marked_BTk)
+        marked_BSk = context.gather_sequence(marked_BTk)
         place_SBk = places(marked_BSk % E, E).swapaxes(0, 1)
         return context.rows(place_SBk).swapaxes(0, 1) < self.rooms(marked_BSk[..., 0] < E)[:, None, None]
 

@@ -137,7 +137,7 @@ def only(condition: jax.Array, tree: Any, other: Any = None) -> Any:
     return jax.tree.map(partial(jnp.where, condition), tree, other)
 
 
-def of_first(tree: Any) -> Any:
+def from_first_stage(tree: Any) -> Any:
     """Broadcast the first stage's value to all stages."""
     first = lax.axis_index(AXIS) == 0
     return jax.tree.map(lambda a: lax.psum(jnp.where(first, a, jnp.zeros_like(a)), AXIS), tree)

@@ -66,7 +66,7 @@ def _forward(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: in
             highest = jnp.maximum(so_far.highest_BKGL, scores.max(-1))
             shrink, weights = jnp.exp(so_far.highest_BKGL - highest), jnp.exp(scores - highest[..., None])
             added = jnp.einsum("BKGLM,BMKC->BLKGC", weights.astype(v.dtype), v[b], preferred_element_type=scores.dtype)
-            weighted = so_far.weighted_BLKGC * _of_queries(shrink) + added
+            weighted = so_far.weighted_BLKGC * _per_query(shrink) + added
             now = Softmax(weighted, highest, so_far.total_BKGL * shrink + weights.sum(-1))
             found = Softmax(*(x.at[a].set(y) for x, y in zip(found, now, strict=True)))
         return found
@@ -80,9 +80,9 @@ def _forward(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: in
     lowest = jnp.moveaxis(nothing[..., 0], 2, -1)
     start = Softmax(nothing, lowest + jnp.finfo(nothing.dtype).min, lowest)
     (found, _), _ = lax.scan(step, (meet(start, keys, 0, OWN), keys), jnp.arange(1, lax.axis_size(AXIS)))
-    y = (found.weighted_BLKGC / _of_queries(found.total_BKGL)).astype(q_BTHC.dtype)
+    y = (found.weighted_BLKGC / _per_query(found.total_BKGL)).astype(q_BTHC.dtype)
     logarithm = found.highest_BKGL + jnp.log(found.total_BKGL)
-    y_BTHC = _whole(y).reshape(q_BTHC.shape)
+    y_BTHC = _joined(y).reshape(q_BTHC.shape)
     return y_BTHC, (q_BTHC, k_BTKC, v_BTKC, y_BTHC, logarithm)
 
 
@@ -116,7 +116,7 @@ def _backward(window: int, kept: Any, dy_BTHC: jax.Array) -> tuple[jax.Array, ..
     dq, *dkeys = meet(start, keys, 0, OWN)
     (dq, _, dkeys), _ = lax.scan(step, (dq, keys, tuple(dkeys)), jnp.arange(1, lax.axis_size(AXIS)))
     gradients = (dq, *_home(dkeys))
-    return tuple(_whole(d).reshape(x.shape).astype(x.dtype) for d, x in zip(gradients, kept, strict=False))
+    return tuple(_joined(d).reshape(x.shape).astype(x.dtype) for d, x in zip(gradients, kept, strict=False))
 
 
 ring_attention.defvjp(_forward, _backward)
@@ -162,11 +162,11 @@ def _queries(x_BTHC: jax.Array, K: int) -> jax.Array:
     return _chunks(x_BTHC.reshape(B, T, K, H // K, C))
 
 
-def _whole(x: jax.Array) -> jax.Array:
+def _joined(x: jax.Array) -> jax.Array:
     """The inverse of `_chunks`."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def _of_queries(x: jax.Array) -> jax.Array:
+def _per_query(x: jax.Array) -> jax.Array:
     """A number of each query, [..., K, G, L], as a factor of its vector [..., L, K, G, C]."""
     return jnp.moveaxis(x, -1, -3)[..., None]

@@ -42,11 +42,11 @@ def bad_values(program: Program, arrays: Arrays, kind: str = "") -> dict[str, Ba
     def label(name: str) -> str:
         return of_kind(name, kind) if kind else name
 
-    sound = program.sound({label(name): array for name, array in arrays.items()})
+    valid = program.all_valid({label(name): array for name, array in arrays.items()})
     return {
         label(piece_name(name, place)): found
         for name, array in arrays.items()
-        if not sound[label(name)]
+        if not valid[label(name)]
         for place, found in _by_layer(on_host(array), min(stack_depth(name), array.ndim))
     }
 

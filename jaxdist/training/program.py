@@ -34,12 +34,14 @@ from jaxdist.training.step import Arrays, Step, TrainState
 
 
 class Evaluated(NamedTuple):
-    """Evaluation of a batch: sum of the loss in nats, number of valid tokens or images, and number of images whose
-    class has the largest logit."""
+    """Evaluation of a global batch, of scalars []."""
 
     loss: Any
+    """Sum of the loss, nats."""
     count: Any
-    right: Any
+    """Number of valid tokens or images."""
+    correct: Any
+    """Number of images whose class has the largest logit; 0 for tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +56,22 @@ class Program:
 
     @cached_property
     def model(self) -> Any:
+        """The abstract model: a tree of declarations."""
         return models.build(self.experiment.model)
 
     @cached_property
     def param_specs(self) -> dict[str, sharding.ParamSpec]:
+        """The declared parameters, by dotted name."""
         return models.param_specs(self.model)
 
     @cached_property
     def strategy(self) -> Strategy:
+        """The row of `parallel.strategy`, as `parallel.reduce` and `parallel.reshard_after_forward` change it."""
         return sharding.strategy(self.experiment.parallel)
 
     @cached_property
     def context(self) -> Context:
+        """The split of sequences over the mesh axis `context`, and its attention."""
         gpu = self.mesh.devices.flat[0].platform == "gpu"
         return context(self.experiment.parallel, axes_of(self.mesh)["context"], fused=gpu)
 
@@ -76,6 +82,7 @@ class Program:
 
     @cached_property
     def schedule(self) -> Schedule:
+        """The order of microbatches in the stages of the mesh axis `pipeline`."""
         e = self.experiment
         return schedule(e.parallel, axes_of(self.mesh)[AXIS], e.train.accumulation, self.stacked)
 
@@ -86,6 +93,7 @@ class Program:
 
     @cached_property
     def step_function(self) -> Step:
+        """The step of one device, to be run inside `jax.shard_map`."""
         e = self.experiment
         sharded, compute = self.strategy.optimizer, e.precision.compute
         optimizer = optim.optimizer(e.optimizer, e.train.steps, self.param_specs, sharded, compute)
@@ -236,36 +244,36 @@ class Program:
     @cached_property
     def evaluate(self) -> Any:
         """(parameters, batch) -> Evaluated, jitted. By microbatches, so that it takes no more memory than the step."""
-        correct = self.placement.inputs.correct
+        count_correct = self.placement.inputs.correct
 
         def function(parameters: Arrays, batch: Batches) -> Evaluated:
             step = self.evaluation
-            weights = step.gathered(parameters)
+            weights = step.unsharded_params(parameters)
 
             def scored(part: Batches, weights: Arrays, stages: Stages) -> tuple[jax.Array, jax.Array]:
-                loss, made = step.loss(None, weights, part, stages)
-                return loss, match_varying(correct(made.output, part.targets), loss)
+                loss, found = step.loss(None, weights, part, stages)
+                return loss, match_varying(count_correct(found.output, part.targets), loss)
 
             def microbatch(part: Batches) -> Any:
                 return self.schedule.forward(partial(scored, part), weights)
 
-            losses, right = lax.map(microbatch, step.microbatches(batch))
+            losses, correct = lax.map(microbatch, step.microbatches(batch))
             count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
-            return Evaluated(lax.psum(losses.sum(), LOSS_AXES), count, lax.psum(right.sum(), LOSS_AXES))
+            return Evaluated(lax.psum(losses.sum(), LOSS_AXES), count, lax.psum(correct.sum(), LOSS_AXES))
 
         specs = (self.partition_specs.parameters, self.batch_specs)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=Evaluated(P(), P(), P()))
         return xla.Jitted(jax.jit(mapped, compiler_options=self.compiler_options), self.mesh)
 
     @cached_property
-    def sound(self) -> Any:
-        """arrays -> by name whether all of it is finite, and of a mean of squares not below zero, jitted."""
+    def all_valid(self) -> Any:
+        """Arrays by name -> bool [] by name, jitted: all values are finite, and not negative in a mean of squares."""
 
-        def of(name: str, array: jax.Array) -> jax.Array:
-            good = jnp.isfinite(array)
-            return (good & (array >= 0) if is_square(name) else good).all()
+        def valid(name: str, array: jax.Array) -> jax.Array:
+            finite = jnp.isfinite(array)
+            return (finite & (array >= 0) if is_square(name) else finite).all()
 
-        return jax.jit(lambda arrays: {name: of(name, array) for name, array in on_device(arrays).items()})
+        return jax.jit(lambda arrays: {name: valid(name, array) for name, array in on_device(arrays).items()})
 
     def logits(self, parameters: Arrays, inputs: np.ndarray) -> np.ndarray:
         """Logits [B, T, V] of tokens [B, T], or [B, V] of images [B, Y, X, C], on the host, without padding."""
@@ -280,7 +288,8 @@ class Program:
         def function(parameters: Arrays, inputs: jax.Array) -> jax.Array:
             step = self.evaluation
             logits = self.schedule.forward(
-                lambda weights, stages: step.forward(None, weights, inputs, stages).output, step.gathered(parameters)
+                lambda weights, stages: step.forward(None, weights, inputs, stages).output,
+                step.unsharded_params(parameters),
             )
             total: jax.Array = lax.psum(logits, AXIS)
             return total

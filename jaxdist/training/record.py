@@ -25,7 +25,7 @@ from jaxdist.data import IGNORED, Batches
 from jaxdist.ops.varying import at_least_f32, mark_varying
 from jaxdist.parallel.collectives import TIME
 from jaxdist.parallel.mesh import axes_of
-from jaxdist.parallel.pipeline import AXIS, of_first
+from jaxdist.parallel.pipeline import AXIS, from_first_stage
 from jaxdist.parallel.rematerialization import Rematerialize, on_device
 from jaxdist.parallel.sharding import LOSS_AXES, TOKENS
 from jaxdist.runtime.processes import on_host
@@ -217,7 +217,7 @@ class Recorder:
                 return {"activation": noted, "activation_gradient": unscaled}
 
             found = lax.map(of_one, self.program.step_function.microbatches(batch))
-            rows: dict[str, Arrays] = of_first(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
+            rows: dict[str, Arrays] = from_first_stage(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
             return rows
 
         specs = {n: spec(t) for n, t in shapes.items()}
@@ -237,12 +237,12 @@ class Recorder:
         of_all = np.argsort(self.program.placement.layers)
         weights = {
             name: lax.all_gather(w, AXIS, tiled=True)[of_all] if name in self.program.stacked else w
-            for name, w in step.gathered(on_device(state.parameters)).items()
+            for name, w in step.unsharded_params(on_device(state.parameters)).items()
         }
         taps = Taps(note)
         recorded = replace(
             step, model=taps.tapped(step.model), parallel=replace(step.parallel, taps=taps), rematerialize=NO_REMAT,
             loss_chunks=1,
         )  # fmt: skip
-        loss, made = recorded.loss(None, weights, microbatch)
-        return (loss / count + made.added / step.accumulation) * loss_scale.factor(state.scaling)
+        loss, found = recorded.loss(None, weights, microbatch)
+        return (loss / count + found.added / step.accumulation) * loss_scale.factor(state.scaling)

@@ -15,10 +15,10 @@ from jaxdist.config import AXES
 from jaxdist.config.plugins import running
 from jaxdist.config.registry import FAMILIES
 from jaxdist.data import IGNORED, Batches
-from jaxdist.families.loss import chunked, cross_entropy, of_tokens
-from jaxdist.families.models import bind
+from jaxdist.families.loss import chunked, cross_entropy, mask_padded_vocab
+from jaxdist.families.models import bind, config_of, masks_padding
 from jaxdist.ops.varying import at_least_f32, mark_varying, varying_axes
-from jaxdist.parallel.collectives import Parallel, Stages, gather, one_stage, scatter
+from jaxdist.parallel.collectives import Parallel, Stages, all_gather_shard, one_stage, reduce_scatter_shard
 from jaxdist.parallel.pipeline import Schedule
 from jaxdist.parallel.rematerialization import Rematerialize, on_device
 from jaxdist.parallel.sharding import LOSS_AXES, TOKENS, ParamSpec, ShardDim
@@ -37,12 +37,14 @@ class TrainState(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """A model's output for a microbatch: logits, or with targets their cross-entropy; this device's part of the
-    auxiliary loss (a mixture's balance); and the updated running statistics, by name."""
+    """A model's output for a microbatch on one device."""
 
     output: jax.Array
+    """Logits [B, T, V] of tokens or [B, V] of images; with targets, the sum of their cross-entropy [], nats."""
     added: jax.Array | int = 0
+    """This device's part of the auxiliary loss [] (a mixture's balance)."""
     statistics: Arrays = {}  # noqa: RUF012 - never written to
+    """The updated running statistics, by name."""
 
 
 @dataclass(frozen=True)
@@ -84,30 +86,30 @@ class Step:
         As in torch, running statistics are updated even when gradients overflow.
         """
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        met = ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
-        taken = finite & met
+        not_skipped = ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
+        taken = finite & not_skipped
         trained = {name: state.parameters[name] for name in gradients}
-        pieces, before = self.shard_params(on_device(trained)), on_device(state.optimizer, after=norm)
-        updates, optimizer = self.optimizer.update(gradients, before, pieces, norm=norm, taken=taken)
-        after = jax.tree.map(partial(jnp.where, taken), optax.apply_updates(pieces, updates), pieces)
+        shards, before = self.shard_params(on_device(trained)), on_device(state.optimizer, after=norm)
+        updates, optimizer = self.optimizer.update(gradients, before, shards, norm=norm, taken=taken)
+        after = jax.tree.map(partial(jnp.where, taken), optax.apply_updates(shards, updates), shards)
         scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)
-        moved = {n: jnp.where(met & jnp.isfinite(loss), s, state.parameters[n]) for n, s in statistics.items()}
-        return TrainState(self.unshard_params(after) | moved, optimizer, scaling)
+        counts = not_skipped & jnp.isfinite(loss)
+        new_statistics = {name: jnp.where(counts, s, state.parameters[name]) for name, s in statistics.items()}
+        return TrainState(self.unshard_params(after) | new_statistics, optimizer, scaling)
 
     def loss(
         self, accumulators: Arrays | None, weights: Arrays, batch: Batches, stages: Stages = one_stage
     ) -> tuple[jax.Array, ModelOutput]:
-        """Sum of this device's cross-entropy, nats, and what the model makes. `weights`: parameters as `gathered`;
-        `stages`: which of the blocks they are."""
+        """Sum of this device's cross-entropy, nats, and the model's output. `weights`: parameters as
+        `unsharded_params` returns them; `stages`: which of the blocks they are."""
         inputs, targets = batch
-        extra = {"valid_BT": targets != IGNORED} if getattr(self.model, "masks_padding", False) else {}
+        extra = {"valid_BT": targets != IGNORED} if masks_padding(self.model) else {}
         if self.loss_chunks > 1:
-            made = self.forward(
-                accumulators, weights, inputs, stages, targets_SN=chunked(targets, self.loss_chunks), **extra
-            )
-            return made.output, made
-        made = self.forward(accumulators, weights, inputs, stages, **extra)
-        return cross_entropy(of_tokens(made.output, getattr(self.model, "config", None)), targets), made
+            extra["targets_SN"] = chunked(targets, self.loss_chunks)
+            found = self.forward(accumulators, weights, inputs, stages, **extra)
+            return found.output, found
+        found = self.forward(accumulators, weights, inputs, stages, **extra)
+        return cross_entropy(mask_padded_vocab(found.output, config_of(self.model)), targets), found
 
     def forward(
         self,
@@ -121,21 +123,19 @@ class Step:
         chunks. Raises ConfigError for what the code of a plugin's family raises."""
         parallel = replace(self.parallel, stages=stages)
         with running(FAMILIES, self.family, "model"):
-            made = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **extra)
-        return ModelOutput(*made) if isinstance(made, tuple) else ModelOutput(made)
+            output = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **extra)
+        return ModelOutput(*output) if isinstance(output, tuple) else ModelOutput(output)
 
-    def gathered(self, parameters: Arrays) -> Arrays:
+    def unsharded_params(self, parameters: Arrays) -> Arrays:
         """Parameters as microbatches read them: all-gathered here if the strategy gathers once per step."""
         strategy, dtype = self.parallel.strategy, self.parallel.precision.compute
         if strategy.reshards or not strategy.parameters:
             return parameters
-        pieces, param_specs = on_device(parameters), self.param_specs
-        return {
-            name: w
-            if param_specs[name].statistic
-            else gather(w.astype(dtype), param_specs[name].shard_dim, to="invarying")
-            for name, w in pieces.items()
-        }
+
+        def unsharded(spec: ParamSpec, w: jax.Array) -> jax.Array:
+            return w if spec.statistic else all_gather_shard(w.astype(dtype), spec.shard_dim, to="invarying")
+
+        return {name: unsharded(self.param_specs[name], w) for name, w in on_device(parameters).items()}
 
     def accumulate(
         self, parameters: Arrays, batch: Batches, scale: jax.Array | int = 1
@@ -152,18 +152,18 @@ class Step:
         def scaled(
             accumulators: Arrays | None, weights: Arrays, part: Batches, stages: Stages
         ) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
-            total, made = self.loss(accumulators, weights, part, stages)
-            return (total / count + made.added / self.accumulation) * scale, (total / count, made.statistics)
+            total, found = self.loss(accumulators, weights, part, stages)
+            return (total / count + found.added / self.accumulation) * scale, (total / count, found.statistics)
 
         accumulators = self.grad_accumulators()
-        before = self.parallel.own_statistics({n: w for n, w in parameters.items() if n not in accumulators})
+        before = self.parallel.local_statistics({n: w for n, w in parameters.items() if n not in accumulators})
         parts = self.microbatches(batch)
         nothing = mark_varying(
             jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), LOSS_AXES
         )
         start = accumulators, nothing, before
-        gradients, loss, after = self.schedule.accumulate(scaled, start, self.gathered(parameters), parts)
-        return lax.psum(loss, LOSS_AXES), gradients, self.parallel.kept_statistics(after)
+        gradients, loss, after = self.schedule.accumulate(scaled, start, self.unsharded_params(parameters), parts)
+        return lax.psum(loss, LOSS_AXES), gradients, self.parallel.from_first_replica(after)
 
     def microbatches(self, batch: Batches) -> Batches:
         """This device's rows, those of each microbatch by themselves: [microbatches, rows, ...]."""
@@ -190,7 +190,8 @@ class Step:
             if not strategy.optimizer:
                 g = lax.psum(g, spec.reduce_axes)
             else:
-                g = lax.psum(g if strategy.gradients else scatter(g, spec.shard_dim), spec.shard_dim.replicas)
+                g = g if strategy.gradients else reduce_scatter_shard(g, spec.shard_dim)
+                g = lax.psum(g, spec.shard_dim.replicas)
             return g.astype(precision.parameters)
 
         return {name: one(self.param_specs[name], g) for name, g in gradients.items()}
@@ -209,14 +210,18 @@ class Step:
         if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
             return parameters
 
-        def piece(cut: ShardDim, w: jax.Array) -> jax.Array:
-            size = w.shape[cut.dim] // lax.axis_size(cut.axes)
-            return lax.dynamic_slice_in_dim(w, lax.axis_index(cut.axes) * size, size, w.ndim + cut.dim)
+        def own(shard: ShardDim, w: jax.Array) -> jax.Array:
+            size = w.shape[shard.dim] // lax.axis_size(shard.axes)
+            return lax.dynamic_slice_in_dim(w, lax.axis_index(shard.axes) * size, size, w.ndim + shard.dim)
 
-        return {name: piece(self.param_specs[name].shard_dim, w) for name, w in parameters.items()}
+        return {name: own(self.param_specs[name].shard_dim, w) for name, w in parameters.items()}
 
-    def unshard_params(self, pieces: Arrays) -> Arrays:
+    def unshard_params(self, shards: Arrays) -> Arrays:
         """Inverse of `shard_params`: zero1 and zero2 all-gather the updated parameters."""
         if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
-            return pieces
-        return {name: gather(w, self.param_specs[name].shard_dim, to="invarying") for name, w in pieces.items()}
+            return shards
+
+        def unsharded(shard: ShardDim, w: jax.Array) -> jax.Array:
+            return all_gather_shard(w, shard, to="invarying")
+
+        return {name: unsharded(self.param_specs[name].shard_dim, w) for name, w in shards.items()}

@@ -242,7 +242,7 @@ def test_tokens_balanced_by_each_device_are_caught(batches: Any, alone: Any, mon
     """The load balance alone: each device divides by its own tokens, and counts those routed to its own experts."""
     sections = {"model": MIXTRAL | {"capacity": 1.0}}
     right = alone(batches, **sections)
-    monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: lax.stop_gradient(sums))
+    monkeypatch.setattr(Parallel, "sum_over_tokens", lambda self, sums: lax.stop_gradient(sums))
     loss, state = error(train(tiny(**EXPERT_CASES["sequence"], **sections), batches, STEPS), right)
     assert loss > LOSS and state > STATE
 

@@ -9,11 +9,11 @@ from jaxdist.training.step import Arrays
 
 
 class Scores(NamedTuple):
-    """Sums over a pass: the loss in nats, the valid tokens or images, and the images whose class was found."""
+    """Sums over a pass: the loss in nats, valid tokens or images, and images whose class has the largest logit."""
 
     loss: float
     counted: float
-    right: float
+    correct: float
 
     @property
     def mean(self) -> float:

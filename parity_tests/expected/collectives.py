@@ -85,7 +85,7 @@ def expected(
         return None
     step = Step(side, e, param_specs, mesh, platform)
     trained = {name: spec for name, spec in param_specs.items() if not spec.statistic}
-    update = of_update(side, e, trained, mesh)
+    update = update_traffic(side, e, trained, mesh)
     if side != JAX and mesh["pipeline"] > 1:
         return together(pipeline_traffic.expected(e, param_specs, mesh), (*of_attention(step), *update))
     parameters = by_parameter(e, trained, mesh) if side == JAX else by_block(e, trained, mesh)
@@ -163,13 +163,13 @@ def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]
     return {axis: why for axis, why in found.items() if mesh[axis] > 1}
 
 
-def of_update(
+def update_traffic(
     side: str, e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> Iterator[Sent]:
     """Collectives of an update rule on whole parameters."""
     if side == JAX:
         number = ITEMSIZE[str(e.precision.parameters)]  # the mean of all of a tensor is one, and not counted
-        asked = traffic.of_update(e, param_specs, mesh)
+        asked = traffic.update_traffic(e, param_specs, mesh)
         yield from ((first(mesh, axes), {op: exactly(1)}) for op, axes, size in asked if size > number)
     elif e.optimizer.name in UPDATES:
         tensors = sum(e.model.layers if "layers" in spec.axes else 1 for spec in param_specs.values())

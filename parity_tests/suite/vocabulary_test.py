@@ -187,7 +187,7 @@ def test_without_the_mask_padding_takes_probability(
     for name in ("masked", "not"):
         train([*line, "--output", str(tmp_path / name)])
         losses.append(Run("jaxdist", tmp_path / name).metrics[0]["loss"])
-        monkeypatch.setattr(jax_step, "of_tokens", lambda logits, model: logits)
+        monkeypatch.setattr(jax_step, "mask_padded_vocab", lambda logits, model: logits)
         jax.clear_caches()
     assert losses[1] > losses[0] + 0.01
 

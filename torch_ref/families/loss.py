@@ -44,7 +44,7 @@ def head(model: Model, x_BTD: Tensor, targets_SN: Tensor | None = None) -> Tenso
     return cross_entropy_of_chunks(x_BTD, (lm_head or model.embed).weight, targets_SN, model.config, logits)
 
 
-def of_tokens(logits: Tensor, model: Config | None) -> Tensor:
+def mask_padded_vocab(logits: Tensor, model: Config | None) -> Tensor:
     """Logits [..., V] with no probability for the padding of the vocabulary, and so no gradient."""
     if model is None or model.vocab == model.vocab_rows:
         return logits
@@ -87,7 +87,7 @@ def cross_entropy_of_chunks(
     exact_VD: Any = at_least_f32(weight_VD)
 
     def chunk(x_ND: Tensor, targets_N: Tensor) -> Tensor:
-        logits_NV = of_tokens(functional.linear(x_ND, exact_VD.to(x_ND.dtype)), model)
+        logits_NV = mask_padded_vocab(functional.linear(x_ND, exact_VD.to(x_ND.dtype)), model)
         return cross_entropy(tap(logits_NV[None]), targets_N)
 
     x_ND = x_BTD.flatten(0, 1)

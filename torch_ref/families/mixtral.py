@@ -83,7 +83,7 @@ class Experts(nn.Module):
             return torch.ones_like(chosen_BTk, dtype=torch.bool)
         E = self.config.experts
         # Which tokens are valid travels with the choices: those of others are E higher.
-        marked_BSk = self.context.gather(torch.where(valid_BT[..., None], chosen_BTk, E + chosen_BTk))
+        marked_BSk = self.context.gather_sequence(torch.where(valid_BT[..., None], chosen_BTk, E + chosen_BTk))
         place_SBk = places(marked_BSk % E, E).swapaxes(0, 1)
         return self.context.rows(place_SBk).swapaxes(0, 1) < self.rooms(marked_BSk[..., 0] < E)[:, None, None]
 
@@ -119,7 +119,7 @@ class Mixture(nn.Module):
         if self.norm_topk_prob:
             weights_BTk = weights_BTk / weights_BTk.sum(-1, keepdim=True)
         y_BTD = self.experts(x_BTD, weights_BTk, chosen_BTk, valid_BT=valid_BT)
-        return y_BTD, tally(probabilities_BTE, chosen_BTk, self.dispatch.own_times(valid_BT))
+        return y_BTD, tally(probabilities_BTE, chosen_BTk, self.dispatch.slice_sequence(valid_BT))
 
 
 class Block(nn.Module):
@@ -168,7 +168,7 @@ class Mixtral(RotaryDecoder):
         """This rank's part of balance · E · sum over experts of share · mean probability, over valid tokens and
         blocks; 0 where no token is valid."""
         c, (count_E, sum_E) = self.config, tally_2E
-        count_E = self.dispatch.of_all_tokens(count_E)
+        count_E = self.dispatch.sum_over_tokens(count_E)
         entries = (count_E.sum() / c.top_k).clamp_min(1)  # tokens of all blocks
         loss: Tensor = c.balance * c.experts * (count_E / entries * sum_E / entries).sum()
         return loss

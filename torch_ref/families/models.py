@@ -28,6 +28,18 @@ def module_of(model: Model) -> Callable[[Model], nn.Module]:
     return found
 
 
+def masks_padding(model: nn.Module) -> bool:
+    """Whether the model's call takes `valid_BT` [B, T], the mask of tokens whose target has a loss: its attribute
+    `masks_padding`, by default False."""
+    return getattr(model, "masks_padding", False)
+
+
+def config_of(model: nn.Module) -> Model | None:
+    """The model section that a model was built from: its attribute `config`; None for a model of no family."""
+    config: Model | None = getattr(model, "config", None)
+    return config
+
+
 def row_of(model: nn.Module) -> Family:
     """The row of a module's family."""
     config: Model = model.config  # type: ignore[assignment]
@@ -35,9 +47,9 @@ def row_of(model: nn.Module) -> Family:
 
 
 def computing(model: nn.Module) -> AbstractContextManager[None]:
-    """Around a forward pass of a module, or of a part of it. Raises ConfigError for what the code of a plugin's family
-    raises."""
-    family = getattr(getattr(model, "config", None), "family", "")
+    """Context manager for a forward pass of a module, or of a part of it. Raises ConfigError for errors of the code of
+    a plugin's family."""
+    family = getattr(config_of(model), "family", "")
     return running(FAMILIES, family, "model", _of_the_machine) if family in FAMILIES else nullcontext()
 
 

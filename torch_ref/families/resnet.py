@@ -47,10 +47,10 @@ class BatchNorm(AfterApply, nn.BatchNorm2d):
         if not self.training:
             y_BCYX, var_C = y_BCYX - each(self.running_mean), self.running_var
         else:
-            count = self.images.count(y_BCYX[:, 0].numel())
-            mean_C = self.images.total(y_BCYX.sum((0, 2, 3))) / count
+            count = self.images.normalized_together(y_BCYX[:, 0].numel())
+            mean_C = self.images.sum_over_images(y_BCYX.sum((0, 2, 3))) / count
             y_BCYX = y_BCYX - each(mean_C)
-            var_C = self.images.total((y_BCYX * y_BCYX).sum((0, 2, 3))) / count
+            var_C = self.images.sum_over_images((y_BCYX * y_BCYX).sum((0, 2, 3))) / count
             self.track(mean_C, var_C, count)
         y_BCYX = y_BCYX * torch.rsqrt(each(var_C) + self.eps)
         return (y_BCYX * each(at_least_f32(self.weight)) + each(at_least_f32(self.bias))).to(x_BCYX.dtype)

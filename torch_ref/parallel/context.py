@@ -47,13 +47,13 @@ class Context:
         """The time of the first of this rank's x [B, T, ...]."""
         return self.index * x.shape[TIME]
 
-    def gather(self, x_BT: Tensor) -> Tensor:
+    def gather_sequence(self, x_BT: Tensor) -> Tensor:
         """x [B, S, ...] of all times."""
         return x_BT
 
     def across(self, q_BT: Tensor, k_BT: Tensor, v_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's queries, and the keys and values that they see, as `attend` takes them."""
-        return q_BT, self.gather(k_BT), self.gather(v_BT)
+        return q_BT, self.gather_sequence(k_BT), self.gather_sequence(v_BT)
 
 
 class Gathered(Context):
@@ -62,7 +62,7 @@ class Gathered(Context):
     def __init__(self, mesh: DeviceMesh):
         self.mesh, self.index, self.size = mesh, mesh.get_local_rank(), mesh.size()
 
-    def gather(self, x_BT: Tensor) -> Tensor:
+    def gather_sequence(self, x_BT: Tensor) -> Tensor:
         x_BS: Tensor = all_gather_tensor_autograd(x_BT.contiguous(), gather_dim=TIME, group=self.mesh.get_group())
         return x_BS
 
@@ -80,9 +80,9 @@ class Ring(Gathered):
     def rows(self, table_TD: Tensor) -> Tensor:
         return table_TD[torch.from_numpy(self.own(len(table_TD))).to(table_TD.device)]
 
-    def gather(self, x_BT: Tensor) -> Tensor:
+    def gather_sequence(self, x_BT: Tensor) -> Tensor:
         back = np.argsort(self.order(self.size * x_BT.shape[TIME]))
-        return super().gather(x_BT)[:, torch.from_numpy(back).to(x_BT.device)]
+        return super().gather_sequence(x_BT)[:, torch.from_numpy(back).to(x_BT.device)]
 
     def across(self, q_BT: Tensor, k_BT: Tensor, v_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (DTensor.from_local(x, self.mesh, [Shard(TIME)], run_check=False) for x in (q_BT, k_BT, v_BT))

@@ -41,12 +41,12 @@ class Dispatch:
         """The experts' outputs for this rank's rows, in the order of the rows."""
         return experts(x_ND, count_E.tolist())
 
-    def own_times(self, x_BT: Tensor) -> Tensor:
+    def slice_sequence(self, x_BT: Tensor) -> Tensor:
         """The times of x [B, T, ...] that this rank's router sees."""
         index, number = self.part
         return x_BT.chunk(number, dim=1)[index]
 
-    def of_all_tokens(self, sums: Tensor) -> Tensor:
+    def sum_over_tokens(self, sums: Tensor) -> Tensor:
         """Sums over the microbatch of all ranks. No gradient goes through it."""
         sums = sums.detach().clone()
         for group in self.groups:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 class Images:
     """This rank's own."""
 
-    def total(self, sums: Tensor) -> Tensor:
+    def sum_over_images(self, sums: Tensor) -> Tensor:
         """Sums over the images that are normalized together."""
         return sums
 
-    def count(self, own: int) -> int:
-        """Number of all elements, of which this rank has `own`."""
+    def normalized_together(self, own: int) -> int:
+        """Number of elements normalized together, given `own` on this rank."""
         return own
 
 
@@ -29,11 +29,11 @@ class AllImages(Images):
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
-    def total(self, sums: Tensor) -> Tensor:
+    def sum_over_images(self, sums: Tensor) -> Tensor:
         total: Tensor = AllReduce.apply(sums, self.group)  # type: ignore[no-untyped-call]
         return total
 
-    def count(self, own: int) -> int:
+    def normalized_together(self, own: int) -> int:
         return own * self.group.size()
 
 
@@ -58,7 +58,7 @@ def reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
-def statistics_of_the_first(model: nn.Module, group: dist.ProcessGroup) -> None:
+def statistics_from_first_replica(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all ranks the running statistics of the first, as DDP's `broadcast_buffers` does before a forward pass."""
     for _, buffer in model.named_buffers():
         dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)

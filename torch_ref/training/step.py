@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from jaxdist.config import Experiment, Model
+from jaxdist.config import Model
 from jaxdist.data import IGNORED
-from torch_ref.families.loss import chunked, cross_entropy, of_tokens
-from torch_ref.families.models import computing
-from torch_ref.parallel.images import statistics_of_the_first
+from torch_ref.families.loss import chunked, cross_entropy, mask_padded_vocab
+from torch_ref.families.models import computing, config_of, masks_padding
+from torch_ref.parallel.images import statistics_from_first_replica
 from torch_ref.parallel.mesh import TOKENS, over
 from torch_ref.parallel.pipeline import Pipeline, parts_of
 from torch_ref.training.optim import clip, global_norm
@@ -80,26 +80,24 @@ def train_step(program: Program, state: TrainState, batch: Rows, step: int, watc
                 scaled(*losses(model, part, experiment.memory.loss_chunks)).backward()
     scale = optimizer.unscale()
     watch("gradient")
-    norm = clip(model.parameters(), experiment.optimizer.clip, of_all_stages(model))
+    norm = clip(model.parameters(), experiment.optimizer.clip, norm_over_stages(model))
     watch("clipped")
     values = Values(sum_over_parts(total, mesh).item(), norm.item(), learning_rate=0.0, loss_scale=scale)
-    met = step not in experiment.train.skip
-    taken = values.finite and met
-    keep_statistics(model, experiment, mesh, before, moved=met and math.isfinite(values.loss))
+    not_skipped = step not in experiment.train.skip
+    taken = values.finite and not_skipped
+    keep_statistics(program, model, before, updated=not_skipped and math.isfinite(values.loss))
     return values._replace(learning_rate=optimizer.step(step, taken))
 
 
 @torch.no_grad()
-def keep_statistics(
-    model: nn.Module, experiment: Experiment, mesh: DeviceMesh, before: list[Tensor], moved: bool
-) -> None:
-    """Running statistics as the forward passes moved them, of each rank's own the first's; or those of `before`, where
-    the step is to be skipped or its loss is not finite."""
-    if not moved:
+def keep_statistics(program: Program, model: nn.Module, before: list[Tensor], updated: bool) -> None:
+    """Keep running statistics as `updated` by the forward passes, under `batch_norm = "replica"` those of the first
+    rank; or restore `before`, where the step is skipped or its loss is not finite."""
+    if not updated:
         for buffer, old in zip(model.buffers(), before, strict=True):
             buffer.copy_(old)
-    elif before and experiment.parallel.batch_norm == "replica":
-        statistics_of_the_first(model, over(mesh, *TOKENS).get_group())
+    elif before and program.experiment.parallel.batch_norm == "replica":
+        statistics_from_first_replica(model, over(program.mesh, *TOKENS).get_group())
 
 
 def microbatches(batch: Rows, parts: int) -> Iterator[Rows]:
@@ -111,21 +109,21 @@ def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | 
     """Sum of cross-entropy over a rank's rows, nats, over chunks of its tokens; and this rank's part of the auxiliary
     loss: a mixture's balance, else 0."""
     extra = {"targets_SN": chunked(rows.targets, chunks)} if chunks > 1 else {}
-    if getattr(parts_of(model)[0], "masks_padding", False):
+    first = parts_of(model)[0]
+    if masks_padding(first):
         extra["valid_BT"] = rows.targets != IGNORED
-    with computing(parts_of(model)[0]):
-        made = model(rows.inputs, **extra)
-    output, added = made if isinstance(made, tuple) else (made, 0)
-    config = getattr(parts_of(model)[0], "config", None)
-    return output if chunks > 1 else nats(output, rows.targets, config), added
+    with computing(first):
+        output = model(rows.inputs, **extra)
+    output, added = output if isinstance(output, tuple) else (output, 0)
+    return output if chunks > 1 else nats(output, rows.targets, config_of(first)), added
 
 
 def nats(logits: Tensor, targets: Tensor, model: Model | None) -> Tensor:
     """Sum of cross-entropy over this rank's valid tokens; padding of the vocabulary has no probability."""
-    return cross_entropy(of_tokens(logits, model), targets)
+    return cross_entropy(mask_padded_vocab(logits, model), targets)
 
 
-def of_all_stages(model: nn.Module) -> Tensor | None:
+def norm_over_stages(model: nn.Module) -> Tensor | None:
     """The gradients' norm over all stages of a pipeline; None without one."""
     if not isinstance(model, Pipeline):
         return None

@@ -111,6 +111,6 @@ class GPT2(nnx.Module):
         embed = par.use(self.embed)
         x_BTD = embed(par, tokens_BT)
         positions_TD = par.context.rows(par.use(self.positions).embedding[: par.length(tokens_BT)])
-        x_BTD = add_bias(x_BTD, par.own_times(positions_TD))
+        x_BTD = add_bias(x_BTD, par.slice_sequence(positions_TD))
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize)
         return head(par, self, embed, par.use(self.norm)(x_BTD), targets_SN)

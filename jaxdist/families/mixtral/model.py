@@ -85,7 +85,7 @@ class Mixture(nnx.Module):
             weights_BTk = weights_BTk / weights_BTk.sum(-1, keepdims=True)
         routing = Routing(par.enter(weights_BTk), par.enter(chosen_BTk), valid_BT)
         y_BTD = par.leave(par.experts(self.experts.rows, par.enter(x_BTD), routing))
-        return y_BTD, tally(probabilities_BTE, chosen_BTk, par.own_times(valid_BT.T).T)
+        return y_BTD, tally(probabilities_BTE, chosen_BTk, par.slice_sequence(valid_BT.T).T)
 
 
 class Block(nnx.Module):
@@ -137,8 +137,8 @@ class Mixtral(RotaryDecoder):
     def balance(self, par: Parallel, tally_2E: jax.Array) -> jax.Array:
         """This device's part of balance · E · sum over experts of share · mean probability, over valid tokens and
         blocks; 0 where no token is valid."""
-        c, (count_E, sum_E) = self.config, par.of_all_times(tally_2E)
-        count_E = par.of_all_tokens(count_E)
+        c, (count_E, sum_E) = self.config, par.sum_over_sequence(tally_2E)
+        count_E = par.sum_over_tokens(count_E)
         entries = jnp.maximum(count_E.sum() / c.top_k, 1)  # tokens of all blocks
         loss: jax.Array = c.balance * c.experts * (count_E / entries * sum_E / entries).sum()
         return loss

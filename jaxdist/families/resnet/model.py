@@ -62,9 +62,9 @@ class BatchNorm(nnx.Module):
             y_BYXC, var_C = y_BYXC - self.running_mean[...], self.running_var[...]
         else:
             count = par.normalized_together(y_BYXC[..., 0].size)
-            mean_C = par.of_images(y_BYXC.sum((0, 1, 2))) / count
+            mean_C = par.sum_over_images(y_BYXC.sum((0, 1, 2))) / count
             y_BYXC = y_BYXC - mean_C
-            var_C = par.of_images((y_BYXC * y_BYXC).sum((0, 1, 2))) / count
+            var_C = par.sum_over_images((y_BYXC * y_BYXC).sum((0, 1, 2))) / count
             self.track(mean_C, var_C, count)
         y_BYXC = y_BYXC * lax.rsqrt(var_C + self.eps)
         return (y_BYXC * at_least_f32(self.scale[...]) + at_least_f32(self.bias[...])).astype(x_BYXC.dtype)

@@ -119,5 +119,5 @@ def test_mistakes_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         first = jax.lax.axis_index(LOSS_AXES) == 0
         return jax.lax.psum(jax.numpy.where(first, 2 * sums, 0), LOSS_AXES)  # of the first device, for both
 
-    monkeypatch.setattr(Parallel, "of_images", own)
+    monkeypatch.setattr(Parallel, "sum_over_images", own)
     assert apart("small", tmp_path)[1] > 1e-3

@@ -62,7 +62,7 @@ def balance_left_out() -> None:
 def balance_of_each_device() -> None:
     """Each device balances its own tokens, and the mean over devices is taken."""
     axes = ("fsdp", "expert")
-    plant(Parallel, "of_all_tokens", lambda self, sums: lax.stop_gradient(sums) * lax.axis_size(axes) ** 0.5)
+    plant(Parallel, "sum_over_tokens", lambda self, sums: lax.stop_gradient(sums) * lax.axis_size(axes) ** 0.5)
 
 
 @planted("experts", "distribution", "gradient/layers.*.mlp.experts.*")
@@ -135,10 +135,10 @@ def overflow_in_the_place_of_another() -> None:
 def choices_in_the_order_of_devices() -> None:
     """An expert's room is filled in the order in which devices have times, of which each has early and late ones."""
 
-    def all_times(self: Ring, x: jax.Array) -> jax.Array:
+    def gather_sequence(self: Ring, x: jax.Array) -> jax.Array:
         return lax.all_gather(x, "context", axis=1, tiled=True)
 
-    plant(Ring, "all_times", all_times)
+    plant(Ring, "gather_sequence", gather_sequence)
 
 
 @planted("balanced", "distribution", "activation_gradient/layers.*.mlp.router")

@@ -72,15 +72,15 @@ def one_gradient_not_summed_over_data() -> None:
 @planted("hybrid", "distribution", "gradient/lm_head.weight")
 def one_gradient_not_summed_over_fsdp() -> None:
     """The head's gradient is cut to the device's piece where it should be reduce-scattered."""
-    right = collectives.scatter
+    right = collectives.reduce_scatter_shard
 
-    def scatter(whole: jax.Array, cut: ShardDim) -> jax.Array:
+    def reduce_scatter_shard(whole: jax.Array, shard: ShardDim) -> jax.Array:
         if whole.shape != (40, 256):
-            return right(whole, cut)
-        size = whole.shape[cut.dim] // lax.axis_size("fsdp")
-        return lax.dynamic_slice_in_dim(whole, lax.axis_index("fsdp") * size, size, whole.ndim + cut.dim)
+            return right(whole, shard)
+        size = whole.shape[shard.dim] // lax.axis_size("fsdp")
+        return lax.dynamic_slice_in_dim(whole, lax.axis_index("fsdp") * size, size, whole.ndim + shard.dim)
 
-    everywhere(right, scatter)
+    everywhere(right, reduce_scatter_shard)
 
 
 @planted("hybrid", "distribution", "gradient/*")
@@ -159,12 +159,12 @@ def loss_of_own_columns() -> None:
 @planted("2x2", "distribution", "activation/embed")
 def pieces_gathered_in_another_order() -> None:
     """The pieces of weights are put together in another order than they were cut."""
-    right = collectives.gather
+    right = collectives.all_gather_shard
 
-    def gather(piece: jax.Array, cut: ShardDim, to: str = "varying") -> jax.Array:
-        return jnp.roll(right(piece, cut, to), piece.shape[cut.dim], cut.dim)
+    def all_gather_shard(piece: jax.Array, shard: ShardDim, to: str = "varying") -> jax.Array:
+        return jnp.roll(right(piece, shard, to), piece.shape[shard.dim], shard.dim)
 
-    everywhere(right, gather)
+    everywhere(right, all_gather_shard)
 
 
 @planted("2x2", "distribution", "grad_norm")
@@ -210,8 +210,8 @@ def vary_fsdp(x: jax.Array) -> jax.Array:
 @planted("sequence", "distribution", "activation/layers.0.attention_norm")
 def positions_of_the_first_times() -> None:
     """Every device adds the learned positions of the first device's times."""
-    right = Parallel.own_times
-    plant(Parallel, "own_times", lambda self, table: table[: right(self, table).shape[0]])
+    right = Parallel.slice_sequence
+    plant(Parallel, "slice_sequence", lambda self, table: table[: right(self, table).shape[0]])
 
 
 @planted("sequence", "distribution", "gradient/*norm.*")
@@ -305,14 +305,14 @@ def gradients_sent_twice() -> None:
 @planted("bf16", "traffic", "traffic/jaxdist, fsdp:*")
 def weights_gathered_before_the_cast() -> None:
     """Weights cross devices in float32 and are cast to bfloat16 after it."""
-    right = collectives.gather
+    right = collectives.all_gather_shard
 
-    def whole(parallel: Parallel, cut: ShardDim, piece: jax.Array, grad_slot: Any) -> jax.Array:
-        return right(mark_varying(piece, cut.replicas), cut).astype(parallel.precision.compute)
+    def whole(parallel: Parallel, shard: ShardDim, piece: jax.Array, grad_slot: Any) -> jax.Array:
+        return right(mark_varying(piece, shard.replicas), shard).astype(parallel.precision.compute)
 
     bare = jax.custom_vjp(whole, nondiff_argnums=(0, 1))
-    bare.defvjp(lambda *inputs: (whole(*inputs), None), collectives._whole_backward)
-    everywhere(collectives._whole, bare)
+    bare.defvjp(lambda *inputs: (whole(*inputs), None), collectives._unshard_backward)
+    everywhere(collectives._unshard, bare)
 
 
 @planted("zero1", "memory", "memory/optimizer_state*")
@@ -325,12 +325,12 @@ def moments_not_sharded() -> None:
 @planted("kept", "distribution", "activation/embed")
 def gathered_in_bfloat16() -> None:
     """Weights that are kept for the step are gathered in bfloat16, whatever the policy."""
-    right = Step.gathered
+    right = Step.unsharded_params
 
-    def gathered(self: Step, parameters: step.Arrays) -> step.Arrays:
+    def unsharded_params(self: Step, parameters: step.Arrays) -> step.Arrays:
         return right(self, {name: w.astype(jnp.bfloat16).astype(w.dtype) for name, w in parameters.items()})
 
-    plant(Step, "gathered", gathered)
+    plant(Step, "unsharded_params", unsharded_params)
 
 
 @planted("offload", "memory", "memory/jaxdist, host*")
@@ -360,7 +360,11 @@ def gradients_kept_whole() -> None:
     def accumulate(self: Step, *inputs: Any) -> tuple[jax.Array, step.Arrays, step.Arrays]:
         row = replace(self.parallel.strategy, gradients=False)
         loss, gradients, rest = right(replace(self, parallel=replace(self.parallel, strategy=row)), *inputs)
-        return loss, {n: collectives.scatter(g, self.param_specs[n].shard_dim) for n, g in gradients.items()}, rest
+        return (
+            loss,
+            {n: collectives.reduce_scatter_shard(g, self.param_specs[n].shard_dim) for n, g in gradients.items()},
+            rest,
+        )
 
     plant(Step, "accumulate", accumulate)
 

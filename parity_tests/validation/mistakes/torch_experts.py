@@ -54,7 +54,7 @@ def balance_of_the_first_choice() -> None:
 @planted("experts", "distribution", "activation_gradient/layers.1.mlp.router")
 def balance_of_each_rank() -> None:
     """Each rank balances its own tokens."""
-    plant(experts.Dispatch, "of_all_tokens", lambda self, sums: sums.detach())
+    plant(experts.Dispatch, "sum_over_tokens", lambda self, sums: sums.detach())
 
 
 @planted("experts", "distribution", f"{MIXED}*")
@@ -97,7 +97,7 @@ def room_for_each_ranks_times() -> None:
     """An expert has its room for a sequence on each rank that has some of its times."""
 
     def taken(self: Any, chosen: Tensor, valid: Tensor) -> Tensor:
-        rooms = self.rooms(self.context.gather(valid))
+        rooms = self.rooms(self.context.gather_sequence(valid))
         return mixtral.places(chosen, self.config.experts) < rooms[:, None, None]
 
     plant(mixtral.Experts, "taken", taken)

@@ -45,5 +45,5 @@ def momentum_of_flax() -> None:
 @planted("images on a mesh", "distribution", "activation/stem.norm")
 def statistics_of_each_rank() -> None:
     """Each rank normalizes by its own rows, as BatchNorm2d does under DDP, where the config says all."""
-    plant(images.AllImages, "total", lambda self, sums: sums)
-    plant(images.AllImages, "count", lambda self, own: own)
+    plant(images.AllImages, "sum_over_images", lambda self, sums: sums)
+    plant(images.AllImages, "normalized_together", lambda self, own: own)

@@ -216,13 +216,13 @@ def masked_as_the_first_times() -> None:
 def gradients_of_keys_not_summed() -> None:
     """Keys and values are gathered without a gradient: each rank keeps what it has made of its own."""
 
-    def gather(self: Any, x: Tensor) -> Tensor:
+    def gather_sequence(self: Any, x: Tensor) -> Tensor:
         whole = all_gather_tensor(x.detach().contiguous(), gather_dim=context.TIME, group=self.mesh.get_group())
         parts = list(whole.chunk(self.size, dim=context.TIME))
         parts[self.index] = x
         return torch.cat(parts, dim=context.TIME)
 
-    plant(context.Gathered, "gather", gather)
+    plant(context.Gathered, "gather_sequence", gather_sequence)
 
 
 # ---- memory and traffic

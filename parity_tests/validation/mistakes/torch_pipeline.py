@@ -46,7 +46,7 @@ def gradients_divided_by_microbatches() -> None:
 @planted("stages", "distribution", "grad_norm")
 def norm_of_each_rank() -> None:
     """The clip takes the norm of a rank's own gradients."""
-    everywhere(step.of_all_stages, lambda model: None)
+    everywhere(step.norm_over_stages, lambda model: None)
 
 
 @planted("stages", "distribution", "grad_norm")
