@@ -4,6 +4,11 @@ The training step is not changed: a second program takes the same state and batc
 the step's own methods; activations from a forward pass in which the layers are unrolled, what modules return
 and what they `tap` is noted, and a probe of zeros is added to it, whose gradient is that of what was noted. For that
 pass each stage of a pipeline has the layers of all.
+
+What modules return is noted by the modules of a copy of the model, each an instance of a subclass of its class: neither
+the model nor its classes change. A tap at each module's end would be a line in every module of a family, and plugins'
+modules without one would be missing in records; flax's `nnx.capture(method_outputs=...)` rewrites the classes' methods
+meanwhile, for all models of the process, and adds no probes.
 """
 
 from collections import Counter
