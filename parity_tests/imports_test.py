@@ -148,20 +148,21 @@ def test_torch_ref_imports_neutral_rooms_alone() -> None:
         assert rooms_imported(file, "jaxdist") <= set(NEUTRAL), file
 
 
-# Modules of convert/ that read and write torch's own files.
-TORCH_FILES = {
-    *("torch_files.py", "torch_leaves.py", "torch_own.py", "torch_parts.py", "torch_records.py", "torch_zip.py"),
-    *("torch_compat.py", "torch_numpy.py", "boxes.py", "dcp_files.py", "assembled.py", "deepspeed_folders.py"),
-    "rules.py",  # in optimizers/
-}
-HF_REFERENCE = "hf_reference.py"  # also in convert/: logits of another implementation, for --verify
+# Modules that read and write torch's own files.
+TORCH_KINDS = (
+    *("assembled", "boxes", "dcp_files", "deepspeed_folders", "torch_compat", "torch_files", "torch_leaves"),
+    *("torch_numpy", "torch_own", "torch_parts", "torch_records", "torch_zip"),
+)
+TORCH_FILES = {*(f"jaxdist.convert.kinds.{name}" for name in TORCH_KINDS), "jaxdist.convert.optimizers.rules"}
+HF_REFERENCE = "jaxdist.convert.hf_reference"  # logits of another implementation, for --verify
 
 
 def test_jaxdist_never_imports_torch() -> None:
-    for file in source_files("jaxdist"):
-        within = "convert" in file.relative_to(ROOT).parts
-        torch = set() if within and file.name in {*TORCH_FILES, HF_REFERENCE} else {"torch"}
-        transformers = set() if within and file.name == HF_REFERENCE else {"transformers"}
+    files = {dotted(file): file for file in source_files("jaxdist")}
+    assert {*TORCH_FILES, HF_REFERENCE} <= {*files}
+    for name, file in files.items():
+        torch = set() if name in {*TORCH_FILES, HF_REFERENCE} else {"torch"}
+        transformers = set() if name == HF_REFERENCE else {"transformers"}
         assert not packages(file) & (torch | transformers | {"torch_ref", "parity_tests"}), file
 
 

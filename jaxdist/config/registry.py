@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar, get_args
 
 from jaxdist.config.errors import ConfigError
@@ -113,13 +114,22 @@ class Registry(Mapping[str, Row], Generic[Row]):
 
 def registrant() -> Owner:
     """Owner of the row that the caller registers: the plugin that is being loaded, else the module that calls the
-    caller."""
+    caller, be it through wrappers of Python's library."""
     if loading:
         return loading[-1]
-    module: str = sys._getframe(2).f_globals["__name__"]
+    modules = [frame.f_globals["__name__"] for frame in _outward(sys._getframe(1))]
+    outside = (name for name in modules if name != modules[0] and name.partition(".")[0] not in sys.stdlib_module_names)
+    module: str = next(outside, SCRIPTS[0])
     if module not in SCRIPTS:
         loaded[module] = None
     return Owner(module)
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, the nearest first."""
+    while frame:
+        yield frame
+        frame = frame.f_back
 
 
 def resolve(reference: Reference) -> Any:

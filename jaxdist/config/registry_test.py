@@ -1,3 +1,4 @@
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -80,6 +81,14 @@ def test_a_taken_name_is_refused_with_both_owners() -> None:
         FAMILIES.register(row, Owner("other"))
     with pytest.raises(ConfigError, match=r"'llama': its config .*Toy has no such family; declare there family: Lit"):
         Family("llama", Toy, "nowhere.model:Toy")
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_wrapper_of_pythons_library_does_not_own_what_is_registered_through_it() -> None:
+    assert FAMILIES.owner("toy") == __name__
+    wrapper = contextmanager(lambda: (_ for _ in [None]))
+    wrapper()(register_family)(row := Family("toy", Toy, "nowhere.model:Toy"))
+    assert FAMILIES["toy"] is row and FAMILIES.owner("toy") == __name__
 
 
 def test_built_in_rows_are_registered_first() -> None:

@@ -5,25 +5,34 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what a folder asks the Hub for, as kernels, is not fetched
-
 import numpy as np
 import torch
-import transformers
 
 from jaxdist.config import TrainingError
 from jaxdist.config.bounded import read_json
 
 MAJOR = 5  # of the releases that were tested
-if int(transformers.__version__.partition(".")[0]) < MAJOR:
-    raise ModuleNotFoundError(f"transformers {transformers.__version__} is too old", name="transformers")
 INCOMPLETE = ("missing_keys", "mismatched_keys", "error_msgs")
+
+
+def installed() -> Any:
+    """transformers, imported with errors alone in its log and with the Hub offline, unless the user has chosen
+    otherwise: kernels and other files that a folder refers to there are not fetched.
+
+    Raises ImportError, for a release that is too old ModuleNotFoundError.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < MAJOR:
+        raise ModuleNotFoundError(f"transformers {transformers.__version__} is too old", name="transformers")
+    return transformers
 
 
 def knows(folder: Path) -> bool:
     """Whether transformers has a class for the model_type of a folder; of a family from outside it need not."""
-    return read_json(folder / "config.json").get("model_type") in transformers.CONFIG_MAPPING
+    return read_json(folder / "config.json").get("model_type") in installed().CONFIG_MAPPING
 
 
 def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
@@ -31,7 +40,7 @@ def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
 
     Raises TrainingError where transformers cannot read it.
     """
-    images = inputs.ndim == 4
+    images, transformers = inputs.ndim == 4, installed()
     kind = transformers.AutoModelForImageClassification if images else transformers.AutoModelForCausalLM
     transformers.utils.logging.disable_progress_bar()
     here = {"trust_remote_code": False, "local_files_only": True}

@@ -61,9 +61,6 @@ from torch_ref.training.optim import grouped, rule_of
 from torch_ref.training.parallelize import check_offload, offload_policy
 from torch_ref.training.record import Arrays, array, gathered
 
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-logging.getLogger("torch.distributed.fsdp").setLevel(logging.ERROR)
-
 
 class Double(TorchFunctionMode):
     """Makes float64 of every float32 that is asked for by name: transformers' norms, rotation and softmax ask for it.
@@ -134,6 +131,7 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
 
 def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Path, folder: RunFolder) -> None:
     """One rank: model -> DDP or FSDP2 -> loop -> summary."""
+    errors_alone()
     double = experiment.precision.compute == "float64"
     with launch.process_group(plan, bool(experiment.memory.offload)) as mesh, Double() if double else nullcontext():
         plain = build(init, experiment, mesh)
@@ -186,6 +184,12 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
             rates = {step: experiment.optimizer.learning_rate * schedule.lr_lambdas[0](step) for step in steps}
             dtypes = {"arithmetic": arithmetic.narrowest(), "schedule": rates}
             folder.summarize(summary(experiment, plain, mesh, memory, traffic) | dtypes)
+
+
+def errors_alone() -> None:
+    """Have this rank's transformers, which it imports later, and FSDP2 log errors alone."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    logging.getLogger("torch.distributed.fsdp").setLevel(logging.ERROR)
 
 
 def build(init: Path, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
