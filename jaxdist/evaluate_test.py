@@ -41,8 +41,8 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     np.save(tmp_path / "tokens.npy", tokens)
     found = []
     for mesh in ("1x1", "context=4"):
-        asked = ["--tokens", str(tmp_path / "tokens.npy"), "--logits", str(tmp_path / "l.npy"), "--mesh", mesh]
-        evaluate([*given, *asked])
+        arguments = ["--tokens", str(tmp_path / "tokens.npy"), "--logits", str(tmp_path / "l.npy"), "--mesh", mesh]
+        evaluate([*given, *arguments])
         found.append(np.load(tmp_path / "l.npy"))
     assert found[0].shape == (4, 16, 256) and found[0].dtype == np.float32
     assert np.linalg.norm(found[0] - found[1]) <= 1e-5 * np.linalg.norm(found[0])

@@ -27,9 +27,9 @@ def planned(argv: Sequence[str], code: int = 0) -> None:
     if not code:
         main(argv)
         return
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         main(argv)
-    assert ended.value.code == code
+    assert raised.value.code == code
 
 
 def printed(capsys: Capsys, *argv: str, code: int = 0) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def test_all_causes_are_in_a_plan(config: str) -> None:
 
 def test_images(capsys: Capsys) -> None:
     """Mesh, strategy and microbatches of a ResNet, by the same commands."""
-    of = ["--config", "resnet-50", "--precision", "bf16", "--train.batch", "16384"]
-    output = run(capsys, *of, "--mesh", "8x1", code=3)
+    line = ["--config", "resnet-50", "--precision", "bf16", "--train.batch", "16384"]
+    output = run(capsys, *line, "--mesh", "8x1", code=3)
     assert "images/s" in output and "does not fit" in output and "--train.accumulation 2" in output
-    found = printed(capsys, *of, "--recommend", "--devices", "32")
+    found = printed(capsys, *line, "--recommend", "--devices", "32")
     assert all(p["fits"] and p["mesh"]["tensor"] == 1 for p in found["plans"]) and len(found["plans"]) > 5
 
 
@@ -245,10 +245,10 @@ def test_one_plan_has_one_answer(argv: list[str], tmp_path: Path, capsys: Capsys
 )
 def test_a_recommended_command_is_the_recommended_plan(fields: dict[str, Any], capsys: Capsys) -> None:
     """Also if the config splits sequences, rematerializes every other block, or keeps gathered weights."""
-    of = ["--config", "llama-1b", *(text for name, value in fields.items() for text in (f"--{name}", str(value)))]
+    line = ["--config", "llama-1b", *(text for name, value in fields.items() for text in (f"--{name}", str(value)))]
     given = load("llama-1b", fields)
     best, *_ = recommend(given, 8, hardware("h100"))
-    again = printed(capsys, *of, *flags(best.experiment, given).split())
+    again = printed(capsys, *line, *flags(best.experiment, given).split())
     assert (again["step_seconds"], again["memory"]) == (best.time.step, best.memory)
 
 

@@ -55,10 +55,10 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     options = ["--mesh", "1x1", "--precision", "fp64", "--steps", "4", "--optimizer.clip", "0.1", "--bisect"]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as output:
         patch.setattr(Proof, "entry", entry)
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as raised:
             main([*RUN, *options, "--output", str(folder)])
-    assert isinstance(ended.value.code, int)
-    return folder, ended.value.code, output.getvalue()
+    assert isinstance(raised.value.code, int)
+    return folder, raised.value.code, output.getvalue()
 
 
 def test_a_mistake_is_found(planted: tuple[Path, int, str]) -> None:

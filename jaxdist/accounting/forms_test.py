@@ -93,13 +93,13 @@ def rule(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_optimizer_that_is_not_elementwise_has_unknown_traffic(
     rule: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--optimizer.name", "norms", "--mesh"]
+    arguments = ["--optimizer.name", "norms", "--mesh"]
     for pieces in ({"elementwise": False}, {"states": {"exp_avg": MATRICES}}):
         rule(**pieces)
-        found = planned(capsys, *asked, "2x4")
+        found = planned(capsys, *arguments, "2x4")
         assert found["unknown"] == ["traffic"] and found["fits"] and found["memory"]["peak"] > 0
         assert [found[name] for name in ("least_bytes", "time", "tokens_per_second", "mfu")] == [None] * 4
-        plan.main([*asked, "2x4"])
+        plan.main([*arguments, "2x4"])
         output = " ".join(capsys.readouterr().out.split())
         assert (
             "the closed form of optimizer norms is unknown: its row lacks traffic (traffic and time); --comp" in output
@@ -107,17 +107,17 @@ def test_an_optimizer_that_is_not_elementwise_has_unknown_traffic(
         with pytest.raises(
             ConfigError, match=r"^optimizer.name = norms: the closed form of its traffic, .* elementwise$"
         ):
-            plan.main([*asked[:2], "--recommend", "--devices", "8"])
-        assert planned(capsys, *asked, "1x1")["least_bytes"] == {}  # one device sends nothing
+            plan.main([*arguments[:2], "--recommend", "--devices", "8"])
+        assert planned(capsys, *arguments, "1x1")["least_bytes"] == {}  # one device sends nothing
 
 
 def test_an_optimizer_that_is_elementwise_or_states_its_traffic_is_known(
     rule: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--optimizer.name", "norms", "--mesh", "2x4"]
+    arguments = ["--optimizer.name", "norms", "--mesh", "2x4"]
     plain = planned(capsys, "--mesh", "2x4")["least_bytes"]
     for pieces in ({}, {"elementwise": True, "states": {"exp_avg": MATRICES}}):
         rule(**pieces)
-        assert planned(capsys, *asked)["least_bytes"] == plain
+        assert planned(capsys, *arguments)["least_bytes"] == plain
     rule(elementwise=False, traffic=lambda e, spec, mesh: [("all_reduce", ("tensor",), 100.0)])
-    assert planned(capsys, *asked)["least_bytes"]["tensor"] > plain["tensor"]
+    assert planned(capsys, *arguments)["least_bytes"]["tensor"] > plain["tensor"]

@@ -136,11 +136,11 @@ def followed(line: Line, *checks: Checks) -> int:
     firsts = list(ways(message))
     assert firsts, f"no fix that can be followed: {message}"
     for first in firsts:
-        now, messages, way = line, [message], first
+        current, messages, way = line, [message], first
         while messages[-1]:
             assert len(messages) <= ROUNDS, messages
-            now = {name: value for name, value in (now | way).items() if value}
-            messages.append(refusal(now, *checks))
+            current = {name: value for name, value in (current | way).items() if value}
+            messages.append(refusal(current, *checks))
             assert messages[-1] not in messages[:-1], f"following {way} led to the same: {messages[-1]}"
             way = next(ways(messages[-1]), {}) if messages[-1] else {}
             assert way or not messages[-1], f"no fix that can be followed: {messages[-1]}"

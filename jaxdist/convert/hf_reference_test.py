@@ -124,11 +124,11 @@ def test_folders_that_transformers_cannot_read_are_reported(tmp_path: Path) -> N
         hf_reference.logits(folder, probe(MODELS["GPT2LMHeadModel"]))
 
 
-@pytest.mark.parametrize("asked", ["a-hub/kernel", "flash_attention_2"])
-def test_a_config_chooses_no_other_program(asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("implementation", ["a-hub/kernel", "flash_attention_2"])
+def test_a_config_chooses_no_other_program(implementation: str, tmp_path: Path) -> None:
     """A kernel would be downloaded from the Hub, and flash attention needs a GPU."""
     model = MODELS["LlamaForCausalLM"]
     folder = saved(tmp_path / "hf", model)
     right, file = hf_reference.logits(folder, probe(model)), folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"_attn_implementation": asked}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"_attn_implementation": implementation}))
     assert np.array_equal(hf_reference.logits(folder, probe(model)), right)

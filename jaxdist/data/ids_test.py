@@ -370,17 +370,17 @@ def test_ids_of_16_bits_in_any_file_hold_their_vocabulary(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "message"),
     [
         ("Some text, café and 猫, of more than one block. " * 3000, r"it is text; give it the ending \.txt"),
         (json.dumps({"text": "a text of JSON, that is long"}) + "\n", r"it is JSON; give it the ending \.jsonl"),
     ],
 )
 @pytest.mark.parametrize("declared", ["auto", "uint16"])
-def test_text_called_bin(tmp_path: Path, content: str, what: str, declared: str) -> None:
+def test_text_called_bin(tmp_path: Path, content: str, message: str, declared: str) -> None:
     """Two letters form a valid id of a large vocabulary."""
     (tmp_path / "a.bin").write_text(content)
-    with pytest.raises(ConfigError, match=what) as raised:
+    with pytest.raises(ConfigError, match=message) as raised:
         read(tmp_path / "a.bin", 65_536, bin_dtype=declared)
     renamed = (tmp_path / "a.bin").rename(tmp_path / f"a{str(raised.value).split('ending ')[1].split(',')[0]}")
     assert read(renamed, 256)
@@ -389,7 +389,7 @@ def test_text_called_bin(tmp_path: Path, content: str, what: str, declared: str)
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "message"),
     [
         (b"PK\x03\x04", "zip archive"),
         (b"\x93NUMPY", ".npy file"),
@@ -398,9 +398,9 @@ def test_text_called_bin(tmp_path: Path, content: str, what: str, declared: str)
         (pickle.dumps(list(range(300))), "pickle, which is never opened; save the ids by numpy.save"),
     ],
 )
-def test_other_files_called_bin(tmp_path: Path, content: bytes, what: str) -> None:
+def test_other_files_called_bin(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.bin").write_bytes(content + bytes(64))
-    with pytest.raises(ConfigError, match=rf"a\.bin': no raw token ids: it is .*{what}"):
+    with pytest.raises(ConfigError, match=rf"a\.bin': no raw token ids: it is .*{message}"):
         read(tmp_path / "a.bin", 70_000)
 
 

@@ -39,7 +39,7 @@ def folder(path: Path, settings: dict[str, Any], tokenizer: bool = True) -> Path
     return path
 
 
-def asked(*argv: str | Path) -> Experiment:
+def experiment_of(*argv: str | Path) -> Experiment:
     return parse(list(map(str, argv)), "test", "").experiment
 
 
@@ -61,11 +61,14 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_a_folder_gives_the_model(name: str, option: str, file: str, tmp_path: Path) -> None:
     """With its tokenizer and a fitting sequence length; images have no tokenizer."""
     path = folder(tmp_path / "hf", FOLDERS[name])
-    e = asked(option, path / file)
+    e = experiment_of(option, path / file)
     assert e.model == source_of(path).model and e.model.family == name  # type: ignore[union-attr]
     assert e.data.tokenizer == ("bytes" if name == "resnet" else str(path / "tokenizer.json"))
     assert e.data.sequence == {"llama": 64, "gpt2": 32, "resnet": 128}[name]
-    assert asked(option, path / file, "--data.tokenizer", "bytes", "--data.sequence", "16").data.tokenizer == "bytes"
+    assert (
+        experiment_of(option, path / file, "--data.tokenizer", "bytes", "--data.sequence", "16").data.tokenizer
+        == "bytes"
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
@@ -97,35 +100,35 @@ def test_notes_on_a_folder_are_printed_once(options: list[str], tmp_path: Path) 
 def test_a_relative_folder_gives_an_absolute_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(tmp_path / "hf", LLAMA)
     monkeypatch.chdir(tmp_path)
-    assert asked("--init", "hf").data.tokenizer == str(tmp_path / "hf/tokenizer.json")
+    assert experiment_of("--init", "hf").data.tokenizer == str(tmp_path / "hf/tokenizer.json")
     folder(tmp_path / "without", LLAMA, tokenizer=False)
-    assert asked("--config", "without").data.tokenizer == "bytes"
+    assert experiment_of("--config", "without").data.tokenizer == "bytes"
 
 
 def test_fields_of_a_folder_used_as_config_can_be_changed(tmp_path: Path) -> None:
     """No weights are loaded, so this is a new model of another size."""
-    assert asked("--config", folder(tmp_path / "hf", LLAMA), "--model.layers", "2").model.layers == 2
+    assert experiment_of("--config", folder(tmp_path / "hf", LLAMA), "--model.layers", "2").model.layers == 2
 
 
 def test_a_run_gives_its_model_by_init_and_all_of_its_config_by_config(run: Path) -> None:
     right = load(run / "config.toml", {})
     for path in (run, run / "checkpoints/3"):
-        e = asked("--init", path)
+        e = experiment_of("--init", path)
         assert e.model == right.model and e.data.tokenizer == right.data.tokenizer
         assert e.optimizer.learning_rate == Experiment().optimizer.learning_rate
-    assert asked("--config", run) == right
+    assert experiment_of("--config", run) == right
 
 
 def test_sections_of_a_config_without_a_model_are_kept(tmp_path: Path) -> None:
     path, file = folder(tmp_path / "hf", LLAMA), tmp_path / "x.toml"
     file.write_text('[data]\nsequence = 20\ntokenizer = "bytes"\n[train]\nsteps = 7\n')
-    e = asked("--config", file, "--init", path, "--seed", "3")
+    e = experiment_of("--config", file, "--init", path, "--seed", "3")
     assert (e.model.layers, e.data.sequence, e.data.tokenizer, e.train.steps, e.train.seed) == (6, 20, "bytes", 7, 3)
 
 
 def refused(*argv: str | Path) -> str:
     with pytest.raises(ConfigError) as error:
-        asked(*argv)
+        experiment_of(*argv)
     return str(error.value)
 
 
@@ -149,12 +152,12 @@ def test_a_flag_that_contradicts_the_weights_is_refused(
     out = re.search(r"holds another model, with .*; leave out (.*): --init gives the model", message)
     assert out, message
     left = [text for name, value in flags.items() if f"--{name}" not in out[1].split() for text in (f"--{name}", value)]
-    assert asked("--init", path, *left).model.family == settings["model_type"] and len(left) < len(line)
+    assert experiment_of("--init", path, *left).model.family == settings["model_type"] and len(left) < len(line)
 
 
 def test_flags_that_agree_or_are_no_property_of_weights_pass(tmp_path: Path) -> None:
     path = folder(tmp_path / "hf", LLAMA)
-    e = asked("--init", path, "--model.layers", "6", "--model.positions", "4096", "--model.init_std", "0.1")
+    e = experiment_of("--init", path, "--model.layers", "6", "--model.positions", "4096", "--model.init_std", "0.1")
     model: Any = e.model
     assert (model.layers, model.positions, model.init_std) == (6, 4096, 0.1)
 
@@ -167,14 +170,14 @@ def test_a_config_of_another_model_lists_all_differences_at_once(tmp_path: Path)
     names = {"layers", "dim", "heads", "kv_heads", "head_dim", "hidden", "vocab", "norm_eps", "rope_theta", "tied"}
     assert set(re.findall(r"model\.(\w+) = ", message)) == names
     fix = message.partition("; give ")[2]
-    assert asked(*line, *shlex.split(fix)).model.model_dump() | {"positions": 64} == model.model_dump()
+    assert experiment_of(*line, *shlex.split(fix)).model.model_dump() | {"positions": 64} == model.model_dump()
 
 
 def test_a_config_of_another_family_is_to_be_left_out(tmp_path: Path) -> None:
     path = folder(tmp_path / "hf", GPT2)
     message = refused("--config", "default", "--init", path)
     assert "model.family = 'llama', " in message and "; leave out --config default and every --model flag" in message
-    assert asked("--init", path).model.family == "gpt2"
+    assert experiment_of("--init", path).model.family == "gpt2"
 
 
 @pytest.mark.parametrize("config", ["llama-1b", "folder", "default"])
@@ -184,9 +187,9 @@ def test_another_family_than_that_of_the_config(config: str, tmp_path: Path) -> 
     message = refused("--config", name, "--model.family", "gpt2", "--seed", "1")
     assert message.startswith(f"model.family = 'gpt2', but --config {name} holds another model, with 'llama'")
     out = message.partition("leave out ")[2].partition(":")[0]
-    assert out == "--model.family" and asked("--config", name, "--seed", "1").model.family == "llama"
+    assert out == "--model.family" and experiment_of("--config", name, "--seed", "1").model.family == "llama"
     (tmp_path / "both.toml").write_text("[model]\nlayers = 3\ndim = 32\nheads = 4\n")
-    assert asked("--config", tmp_path / "both.toml", "--model.family", "gpt2").model.family == "gpt2"
+    assert experiment_of("--config", tmp_path / "both.toml", "--model.family", "gpt2").model.family == "gpt2"
 
 
 def test_resuming_another_folder_than_a_run_names_a_fix(run: Path, tmp_path: Path) -> None:
@@ -196,7 +199,7 @@ def test_resuming_another_folder_than_a_run_names_a_fix(run: Path, tmp_path: Pat
     assert parse(["--resume", str(run)], "test", "").resume
     hf = folder(tmp_path / "hf", LLAMA)
     assert refused("--resume", hf).endswith(f"to begin with it, give --init {hf} and a new --output")
-    assert asked("--init", hf, "--output", tmp_path / "new").model.layers == 6
+    assert experiment_of("--init", hf, "--output", tmp_path / "new").model.layers == 6
     file = tmp_path / "x.toml"
     file.write_text("")
     assert f"give --config {file}" in refused("--resume", file)
@@ -209,7 +212,7 @@ def test_weights_of_another_model_than_that_of_the_run(run: Path, tmp_path: Path
     other = folder(tmp_path / "hf", LLAMA | {"num_hidden_layers": 2})
     message = refused("--resume", run, "--init", other)
     assert message.endswith(f"; leave out --init {other}: the run continues with its own weights")
-    assert asked("--resume", run).model.layers == 6
+    assert experiment_of("--resume", run).model.layers == 6
 
 
 def test_a_damaged_checkpoint_is_left_to_who_reads_its_weights(run: Path) -> None:
@@ -242,8 +245,8 @@ def test_weights_that_do_not_name_their_model_ask_for_a_config(tmp_path: Path) -
             check_shapes(str(file), {"lm_head": (256, 48)}, {"lm_head": (256, 128)})
         return str(error.value)
 
-    asked = message()
-    assert asked.startswith(f"--init {file}: the file does not say what model it is, and does not fit the default")
-    assert asked.endswith("in the model); give its config, as --config PATH|NAME with its [model] section")
+    refusal = message()
+    assert refusal.startswith(f"--init {file}: the file does not say what model it is, and does not fit the default")
+    assert refusal.endswith("in the model); give its config, as --config PATH|NAME with its [model] section")
     for line in (["--config", str(config)], ["--config", "default"], ["--model.layers", "3"]):
         assert message(*line).endswith("; give weights that belong to their config")

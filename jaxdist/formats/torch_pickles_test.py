@@ -84,10 +84,10 @@ def file_of(folder: Path, content: bytes, old: bool) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("what", LONG | LARGE)
+@pytest.mark.parametrize("case", LONG | LARGE)
 @pytest.mark.timeout(60)
-def test_a_hostile_file(what: str, old: bool, tmp_path: Path) -> None:
-    file = file_of(tmp_path, (LONG | LARGE)[what], old)
+def test_a_hostile_file(case: str, old: bool, tmp_path: Path) -> None:
+    file = file_of(tmp_path, (LONG | LARGE)[case], old)
     began = time.process_time()
     tracemalloc.start()
     with pytest.raises(ConfigError, match=WHY):
@@ -115,10 +115,10 @@ INDEXED = LONG | {
 del INDEXED["a set"], INDEXED["the key of a storage"]
 
 
-@pytest.mark.parametrize("what", INDEXED)
+@pytest.mark.parametrize("case", INDEXED)
 @pytest.mark.timeout(60)
-def test_a_hostile_index(what: str, tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + INDEXED[what] + b".")
+def test_a_hostile_index(case: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + INDEXED[case] + b".")
     with pytest.raises(ConfigError, match=rf"is refused: .*({WHY})"):
         read_index(tmp_path)
 
@@ -176,12 +176,12 @@ SAVED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("what", SAVED)
-def test_values_that_scripts_save(what: str, old: bool, tmp_path: Path) -> None:
-    torch.save({"a": SAVED[what]}, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
+@pytest.mark.parametrize("case", SAVED)
+def test_values_that_scripts_save(case: str, old: bool, tmp_path: Path) -> None:
+    torch.save({"a": SAVED[case]}, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
     found = torch_files.load(tmp_path / "a.pt", **({} if old else {"mapped": True}))["a"]
-    assert type(found) is type(SAVED[what])
-    same(found, SAVED[what])
+    assert type(found) is type(SAVED[case])
+    same(found, SAVED[case])
 
 
 def test_tensors_with_attributes(tmp_path: Path) -> None:

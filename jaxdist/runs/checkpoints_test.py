@@ -71,15 +71,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_damage_is_found_and_named(tmp_path: Path, how: str) -> None:
-    spoil, message = DAMAGES[how]
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damage_is_found_and_named(tmp_path: Path, case: str) -> None:
+    spoil, message = DAMAGES[case]
     folder = write(tmp_path, 3)
     assert damage(folder) is None
     spoil(folder / "a")
     assert message in (damage(folder) or "")
     by_size = damage(folder, "sizes")
-    assert by_size is None if how in ("flipped", "swapped") else message in (by_size or "")
+    assert by_size is None if case in ("flipped", "swapped") else message in (by_size or "")
 
 
 def test_a_checkpoint_sealed_again_is_complete(tmp_path: Path) -> None:

@@ -98,10 +98,10 @@ def test_wrong_variables_of_a_launcher(environment: Environment, monkeypatch: py
     firsts = list(ways(message))
     assert firsts, f"no fix that can be followed: {message!r}"
     for first in firsts:
-        now, messages = environment | first, [message]
-        while after := refusal(now, monkeypatch):
+        current, messages = environment | first, [message]
+        while after := refusal(current, monkeypatch):
             assert after not in messages and len(messages) < ROUNDS, f"following {first} led to the same: {after}"
-            now, messages = now | next(ways(after)), [*messages, after]
+            current, messages = current | next(ways(after)), [*messages, after]
 
 
 Ranks = list[Present]

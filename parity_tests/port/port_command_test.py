@@ -23,23 +23,23 @@ pytestmark = pytest.mark.long
 class TestCommand:
     """A script that ends with `.main()`."""
 
-    def ended(self, port: Port, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    def exit_code(self, port: Port, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
         monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as raised:
             port.main()
-        return ended.value.code
+        return raised.value.code
 
     def test_exit_codes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         wrong = square(torch_loss=lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean() * 1.001)
-        assert self.ended(square(), monkeypatch, str(tmp_path / "right")) == 0
-        assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 3
-        assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 2
-        assert self.ended(wrong, monkeypatch) == 2
-        assert self.ended(wrong, monkeypatch, "--help") == 0
+        assert self.exit_code(square(), monkeypatch, str(tmp_path / "right")) == 0
+        assert self.exit_code(wrong, monkeypatch, str(tmp_path / "wrong")) == 3
+        assert self.exit_code(wrong, monkeypatch, str(tmp_path / "wrong")) == 2
+        assert self.exit_code(wrong, monkeypatch) == 2
+        assert self.exit_code(wrong, monkeypatch, "--help") == 0
         diverged = square(torch_loss=lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean() * math.inf)
-        assert self.ended(diverged, monkeypatch, str(tmp_path / "diverged")) == 2
+        assert self.exit_code(diverged, monkeypatch, str(tmp_path / "diverged")) == 2
         out, err = capsys.readouterr()
         lines = err.splitlines()
         assert "FOLDER gets runs" in out

@@ -71,8 +71,8 @@ def judged(a: StubRun, b: StubRun, compute: str = "bfloat16", alone: bool = Fals
     return list(levels.precision(policy, double, compute))
 
 
-def failed(*of: Any, **how: Any) -> set[str]:
-    return {check.name for check in judged(*of, **how) if not check.holds}
+def failed(*runs: Any, **options: Any) -> set[str]:
+    return {check.name for check in judged(*runs, **options) if not check.holds}
 
 
 def test_a_loss_off_by_chance_passes() -> None:

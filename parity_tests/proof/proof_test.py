@@ -108,9 +108,9 @@ def test_a_family_without_closed_forms_is_judged_by_all_else(tmp_path: Path, mon
     assert [note.partition(":")[0] for note in notes] == ["memory", "traffic"] and "unknown" in notes[1]
 
 
-def emptied(run: Run, what: str) -> None:
+def emptied(run: Run, part: str) -> None:
     """Remove part of a run: no comparison shows what all runs lack."""
-    match what:
+    match part:
         case "a parameter":
             run.__dict__["shapes"] = {"w": (50,), "q_proj.weight": (50,)}
         case "metrics":
@@ -124,11 +124,11 @@ def emptied(run: Run, what: str) -> None:
         case "peak":
             run.__dict__["summary"] = run.summary | {"memory": MEMORY | {"peak": None}}
         case _:
-            run.__dict__["summary"] = run.summary | {what: {}}
+            run.__dict__["summary"] = run.summary | {part: {}}
 
 
 @pytest.mark.parametrize(
-    ("what", "lacks"),
+    ("part", "lacks"),
     [
         ("a parameter", "weights at the end of q_proj.weight and 0 others"),
         ("metrics", "metrics of 2 of 5 steps"),
@@ -140,11 +140,11 @@ def emptied(run: Run, what: str) -> None:
         ("schedule", "schedule"),
     ],
 )
-def test_a_part_that_all_runs_lack_leaves_the_verdict_open(tmp_path: Path, what: str, lacks: str) -> None:
+def test_a_part_that_all_runs_lack_leaves_the_verdict_open(tmp_path: Path, part: str, lacks: str) -> None:
     proof = asked(tmp_path)
     judged(proof)
     for run in proof.done.values():
-        emptied(run, what)
+        emptied(run, part)
     verdict = proof.verdict()
     assert verdict.word == "undecided"
     assert lacks in verdict.open["torch_ref, policy"]
@@ -213,21 +213,21 @@ def test_the_note_of_a_noisy_policy_agrees_with_its_checks(tmp_path: Path) -> No
     assert "cost to loss" in names
 
 
-@pytest.mark.parametrize("what", ["grad_norm = nan at step 5", "exp_avg_sq/w of step 5", "gradient/w of step 4"])
-def test_a_value_that_is_not_finite_fails(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("value", ["grad_norm = nan at step 5", "exp_avg_sq/w of step 5", "gradient/w of step 4"])
+def test_a_value_that_is_not_finite_fails(tmp_path: Path, value: str) -> None:
     """Also at a step without gradients to compare."""
     proof = asked(tmp_path, precision=BF16)
     assert judged(proof).word == "equivalent"
     wrong = made(TORCH, 1e-3, steps=(1, 2, 4, 5))
     metrics = [
-        record | ({"grad_norm": np.nan} if what.startswith("grad_norm") and record["step"] == 5 else {})
+        record | ({"grad_norm": np.nan} if value.startswith("grad_norm") and record["step"] == 5 else {})
         for record in wrong.metrics
     ]
     wrong.__dict__.update(metrics=metrics)
     for tensors in (wrong.states, wrong.records[4]):
-        tensors |= {name: a * np.nan for name, a in tensors.items() if what.startswith(name)}
+        tensors |= {name: a * np.nan for name, a in tensors.items() if value.startswith(name)}
     proof.done[TORCH, "policy"] = wrong
-    assert ("torch_ref, all values finite", what) in {(check.name, check.of) for check in proof.verdict().failed}
+    assert ("torch_ref, all values finite", value) in {(check.name, check.of) for check in proof.verdict().failed}
 
 
 def test_a_bound_too_wide_leaves_it_open(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_values_on_several_ranks_are_reported_by_whole_tensors(bad: Path, train:
     """Ranks hold rows 0 to 149 and 150 to 299 of the embedding, and replicas of them."""
     convert([str(bad), str(tmp_path / "kept"), "--to", "dcp", "--nonfinite", "keep"])
     refused = train("torch_ref", "--mesh=data=2,fsdp=2", "--steps=1", "--init", tmp_path / "kept")
-    what = r"tensor embed\.weight has 1 of 4,800 .* nan at \[290, 3\]; so have layers\.1\.mlp\.up_proj\.weight\."
-    assert refused.returncode == 2 and re.search(what, refused.stderr), refused.stderr
+    message = r"tensor embed\.weight has 1 of 4,800 .* nan at \[290, 3\]; so have layers\.1\.mlp\.up_proj\.weight\."
+    assert refused.returncode == 2 and re.search(message, refused.stderr), refused.stderr
 
 
 def test_a_bad_weight_of_one_stage_is_reported_by_all_ranks(bad: Path, train: Train, tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_a_bad_weight_of_one_stage_is_reported_by_all_ranks(bad: Path, train: Tr
     save_file(tensors, folder / SINGLE)
     started = time.monotonic()
     refused = train("torch_ref", "--mesh=pipeline=2", "--train.accumulation=2", "--steps=1", "--init", folder)
-    what = r"tensor model\.layers\.1\.mlp\.up_proj\.weight has 3 of 384 values that are NaN or infinite"
-    assert refused.returncode == 2 and len(re.findall(what, refused.stderr)) == 1, refused.stderr
+    message = r"tensor model\.layers\.1\.mlp\.up_proj\.weight has 3 of 384 values that are NaN or infinite"
+    assert refused.returncode == 2 and len(re.findall(message, refused.stderr)) == 1, refused.stderr
     assert time.monotonic() - started < 60
 
 
@@ -142,15 +142,15 @@ def test_moments_are_refused_and_the_advice_works(
     content["optimizer"]["state"][0]["exp_avg"][7, 1] = float("inf")
     content["optimizer"]["state"][1]["exp_avg_sq"][0, 2:4] = -1e-9
     torch.save(content, file)
-    what = r"weight \(exp_avg\) has 1 of 4,800 .* inf at \[7, 1\]; so have \S+ \(exp_avg_sq\)\. .*--nonfinite keep"
-    with pytest.raises(ConfigError, match=what):
+    message = r"weight \(exp_avg\) has 1 of 4,800 .* inf at \[7, 1\]; so have \S+ \(exp_avg_sq\)\. .*--nonfinite keep"
+    with pytest.raises(ConfigError, match=message):
         convert([str(file), str(tmp_path / "bad"), "--to", kind])
     convert([str(file), str(tmp_path / "bad"), "--to", kind, "--nonfinite", "keep"])
     given = "--mesh=1x1", "--steps=3", "--train.nonfinite=skip"
     refused = train(side, *given, "--output", tmp_path / "bad", "--resume")
     assert refused.returncode == 2, refused.stderr
-    what = rf"embed\.{name} \(exp_avg\) has 1 of 4,800 .* inf at \[7, 1\]; so have layers\.\S+ \(exp_avg_sq\)\."
-    assert re.search(what, refused.stderr), refused.stderr
+    message = rf"embed\.{name} \(exp_avg\) has 1 of 4,800 .* inf at \[7, 1\]; so have layers\.\S+ \(exp_avg_sq\)\."
+    assert re.search(message, refused.stderr), refused.stderr
     advised = re.search(r"(--init \S+) with another --output", refused.stderr)
     assert advised
     done = train(side, *given, *advised[1].split(), "--output", tmp_path / "other")

@@ -97,12 +97,12 @@ def test_an_optimizers_row_tells_whether_its_traffic_is_known(
     e = Experiment.parse({"parallel": {"mesh": "2x4"}, "optimizer": {"name": "sgd"}}, source="test")
     mesh, param_specs = e.parallel.axes(), models.param_specs(models.build(e.model))
     assert collectives.lacking(e, mesh) == lacking
-    asked = e, param_specs, mesh
-    assert tuple(side for side in ("jaxdist", "torch_ref") if collectives.expected(side, *asked)) == counted
+    arguments = e, param_specs, mesh
+    assert tuple(side for side in ("jaxdist", "torch_ref") if collectives.expected(side, *arguments)) == counted
     uncounted = {side: collectives.uncounted(side, e, mesh) for side in ("jaxdist", "torch_ref")}
     assert uncounted == {"jaxdist": "", "torch_ref": "" if pieces["elementwise"] else "optimizer sgd"}
     assert not collectives.uncounted("torch_ref", e, dict.fromkeys(mesh, 1))
-    assert (collectives.least("torch_ref", *asked) is None) == bool(lacking)
+    assert (collectives.least("torch_ref", *arguments) is None) == bool(lacking)
     assert {*collectives.unknown("torch_ref", mesh, e)} == (set() if pieces["elementwise"] else {"fsdp", "tensor"})
 
 

@@ -52,9 +52,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_cases_that_torch_does_not_support(what: str) -> None:
-    field, *rest = what.split()
+@pytest.mark.parametrize("case", REFUSED)
+def test_cases_that_torch_does_not_support(case: str) -> None:
+    field, *rest = case.split()
     accumulation, schedule = rest or ("4", "1F1B")
     values = {
         "model": {"family": "mixtral" if field == "mixture" else "llama", "layers": 8},
@@ -72,5 +72,5 @@ def test_cases_that_torch_does_not_support(what: str) -> None:
     made = Experiment.parse(values, source="test")
     axes = made.parallel.axes()
     pipeline.check(made, axes)
-    with pytest.raises(ConfigError, match=REFUSED[what]):
+    with pytest.raises(ConfigError, match=REFUSED[case]):
         pipeline.check(made, axes | {"pipeline": 4})

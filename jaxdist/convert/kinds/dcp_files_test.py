@@ -161,7 +161,7 @@ def test_names_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "key"),
+    ("case", "key"),
     [
         ("another", "optimizers"),
         ("second", "optim_d"),
@@ -171,7 +171,7 @@ def test_names_that_cannot_be_written(tmp_path: Path) -> None:
         ("beside weights", "optimizer_of_it"),
     ],
 )
-def test_an_optimizer_elsewhere_is_refused(where: str, key: str, tmp_path: Path) -> None:
+def test_an_optimizer_elsewhere_is_refused(case: str, key: str, tmp_path: Path) -> None:
     """No optimizer state is dropped silently, as with a torch file; weights alone can be read."""
     weights, kept = trained(tmp_path)
     trees = {
@@ -182,7 +182,7 @@ def test_an_optimizer_elsewhere_is_refused(where: str, key: str, tmp_path: Path)
         "without groups": {"model": weights, "mine": {"state": kept["state"]}},
         "beside weights": weights | {"optimizer_of_it": {"param_groups": kept["param_groups"]}},
     }
-    source = saved_dcp(tmp_path / "dcp", trees[where])
+    source = saved_dcp(tmp_path / "dcp", trees[case])
     with pytest.raises(ConfigError, match=f"dcp: its '{key}' has an optimizer that is not read; .*--to hf takes"):
         dcp_files.read_content(source, EXPERIMENT)
     assert dcp_files.read_content(source, EXPERIMENT, training=False).groups["parameters"].keys() == weights.keys()

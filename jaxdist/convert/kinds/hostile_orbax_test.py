@@ -118,9 +118,9 @@ def saved(folder: Path, tree: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", optimizers())
-def test_an_optimizer_of_another_form(lone: Path, how: str) -> None:
-    saved(lone / "optimizer", optimizers()[how])
+@pytest.mark.parametrize("case", optimizers())
+def test_an_optimizer_of_another_form(lone: Path, case: str) -> None:
+    saved(lone / "optimizer", optimizers()[case])
     refused(lone, "checkpoint .*7 is damaged")
 
 

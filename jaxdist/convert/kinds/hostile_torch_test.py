@@ -54,19 +54,19 @@ class TestIndex:
         whole = pickle.dumps(pickle.loads(index.read_bytes()), protocol=2)
         index.write_bytes(whole[:2] + named + state + pickle.BUILD + pickle.POP + whole[2:])
 
-    @pytest.mark.parametrize("what", NAMED)
-    def test_nothing_gets_attributes_as_slots(self, what: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("case", NAMED)
+    def test_nothing_gets_attributes_as_slots(self, case: str, tmp_path: Path) -> None:
         index = self.saved(tmp_path)
         read_index(tmp_path)
-        self.built(index, NAMED[what], SLOTS)
+        self.built(index, NAMED[case], SLOTS)
         with pytest.raises(ConfigError, match=r"is refused: it changes .*, which is nothing of an index"):
             read_index(tmp_path)
         assert not hasattr(pathlib.PosixPath, "patched")
 
-    @pytest.mark.parametrize("what", ["a function", "a path"])
-    def test_only_classes_of_an_index_get_attributes(self, what: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("case", ["a function", "a path"])
+    def test_only_classes_of_an_index_get_attributes(self, case: str, tmp_path: Path) -> None:
         index = self.saved(tmp_path)
-        self.built(index, NAMED[what], b"}U\x07patchedI1\ns")
+        self.built(index, NAMED[case], b"}U\x07patchedI1\ns")
         with pytest.raises(ConfigError, match="is refused: it changes"):
             read_index(tmp_path)
         assert not hasattr(torch.serialization._get_layout, "patched")

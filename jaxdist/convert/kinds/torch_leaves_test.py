@@ -27,9 +27,9 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("what", SHOWN)
-def test_interleaved_numbers_are_read_in_pieces(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = SHOWN[what](torch.arange(4096.0).reshape(64, 64))
+@pytest.mark.parametrize("case", SHOWN)
+def test_interleaved_numbers_are_read_in_pieces(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = SHOWN[case](torch.arange(4096.0).reshape(64, 64))
     torch.save(shown, tmp_path / "a.pt")
     counts: list[int] = []
     right = torch_leaves.buffers.read

@@ -152,11 +152,11 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_records_that_cannot_be(what: str, tmp_path: Path) -> None:
+def test_records_that_cannot_be(case: str, tmp_path: Path) -> None:
     torch.save({"a": torch.arange(5.0), "b": torch.arange(3.0)}, tmp_path / "a.pt")
-    change, message = REFUSED[what]
+    change, message = REFUSED[case]
     change(tmp_path / "a.pt")
     with pytest.raises(ConfigError, match=message):
         torch_files.described(tmp_path / "a.pt")
@@ -201,10 +201,10 @@ class TestEntries:
         (found / ".metadata").write_bytes(pickle.dumps(index))
         return found
 
-    @pytest.mark.parametrize("what", ["compressed", "big", "short"])
-    def test_a_weight(self, what: str, tmp_path: Path) -> None:
-        change, message = REFUSED[what]
-        if what == "short":
+    @pytest.mark.parametrize("case", ["compressed", "big", "short"])
+    def test_a_weight(self, case: str, tmp_path: Path) -> None:
+        change, message = REFUSED[case]
+        if case == "short":
             change, message = of_rezipped(with_content("data/0", b"few")), r"and has 3 bytes"
         found = self.saved(tmp_path, self.tensor, None, change)
         with pytest.raises(ConfigError, match=message.replace("a.pt", "e.distcp")):

@@ -55,10 +55,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_tensors_where_nobody_looks_for_them(what: str, tmp_path: Path) -> None:
-    (file, *more), _ = script(tmp_path, REFUSED[what]())
-    with pytest.raises(ConfigError, match=rf"a\.pt: it has {what}"):
+@pytest.mark.parametrize("case", REFUSED)
+def test_tensors_where_nobody_looks_for_them(case: str, tmp_path: Path) -> None:
+    (file, *more), _ = script(tmp_path, REFUSED[case]())
+    with pytest.raises(ConfigError, match=rf"a\.pt: it has {case}"):
         main([file, str(tmp_path / "run"), *more])
     assert not (tmp_path / "run").exists()
 

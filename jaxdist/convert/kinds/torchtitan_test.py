@@ -48,7 +48,7 @@ def early_2026(name: str) -> str:
     return re.sub(r"\.attention\.(w[qkv])\.", r".attention.qkv_linear.\1.", name)
 
 
-def now(name: str) -> str:
+def current_name(name: str) -> str:
     """torchtitan's current name of a parameter."""
     return re.sub(r"^output\.", "lm_head.", early_2026(name))
 
@@ -101,7 +101,7 @@ def read_content(path: Path) -> Content:
 
 @pytest.mark.long
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("names", [now, early_2026, same])
+@pytest.mark.parametrize("names", [current_name, early_2026, same])
 def test_weights_optimizer_and_step(names: Any, nested: bool, tmp_path: Path) -> None:
     content = read_content(saved(tmp_path / "step-9", names, nested))
     for group, tensors in drawn().items():
@@ -119,13 +119,13 @@ def test_weights_optimizer_and_step(names: Any, nested: bool, tmp_path: Path) ->
 @pytest.mark.long
 def test_moments_of_queries_keys_and_values_in_one(tmp_path: Path) -> None:
     """Converted both ways."""
-    first = saved(tmp_path / "step-9", now, fused=True)
+    first = saved(tmp_path / "step-9", current_name, fused=True)
     main([str(first), str(tmp_path / "there"), *config(tmp_path, LLAMA), "--to", "dcp"])
     for content in (read_content(first), read_content(tmp_path / "there")):
         assert content.updates == UPDATES
         for group, tensors in drawn().items():
             for name, tensor in tensors.items():
-                assert np.array_equal(content.groups[group][now(name)].read(), tensor.numpy()), (group, name)
+                assert np.array_equal(content.groups[group][current_name(name)].read(), tensor.numpy()), (group, name)
     index = read_index(checkpoint_in(tmp_path / "there"))
     assert not any("wqkv" in name for name in {*index.state_dict_metadata, *index.planner_data})
     odd = Leaf((30, 2), np.dtype(np.float32), lambda: np.ones((30, 2), np.float32))
@@ -153,7 +153,7 @@ def test_its_qwen3(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_there_and_back(tmp_path: Path) -> None:
     """The same entries under the same names, including the buffer and counters."""
-    first = saved(tmp_path / "step-9", now)
+    first = saved(tmp_path / "step-9", current_name)
     main([str(first), str(tmp_path / "there"), *config(tmp_path, LLAMA), "--to", "dcp"])
     before, after = (read_index(checkpoint_in(path)).state_dict_metadata for path in (first, tmp_path / "there"))
     assert before.keys() == after.keys()
@@ -163,6 +163,6 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 def test_weights_alone(tmp_path: Path) -> None:
     """With `last_save_model_only`."""
-    content = read_content(saved(tmp_path / "step-9", now, training=False))
+    content = read_content(saved(tmp_path / "step-9", current_name, training=False))
     assert (content.step, content.updates, [*content.groups]) == (0, None, [PARAMETERS])
     main([str(tmp_path / "step-9"), str(tmp_path / "hf"), "--to", "hf", *config(tmp_path, LLAMA)])
