@@ -169,6 +169,7 @@ class Run:
 
     @property
     def experiment(self) -> Experiment:
+        """The experiment of the program."""
         return self.program.experiment
 
     @property

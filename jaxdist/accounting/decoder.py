@@ -112,6 +112,7 @@ class DecoderFootprint(Footprint):
 
     @cached_property
     def sizes(self) -> Sizes:
+        """Numbers per token of each kind of activation on one device, by letter."""
         m, t, n = self.decoder, self.mesh["tensor"], self.mesh["context"]
         heads, kv_heads = m.heads // t, m.kv_heads // t
         times = t if self.experiment.parallel.sequence else 1

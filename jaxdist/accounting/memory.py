@@ -89,10 +89,12 @@ class State:
 
     @property
     def gpu(self) -> bool:
+        """Whether devices are GPUs."""
         return self.platform == "gpu"
 
     @property
     def several(self) -> bool:
+        """Whether the mesh has more than one device."""
         return math.prod(self.mesh.values()) > 1
 
     @property

@@ -30,15 +30,19 @@ class NoContextParallel:
     fused: bool = False
 
     def order(self, length: int, n: int) -> np.ndarray:
+        """All times [T], in order."""
         return np.arange(length)
 
     def rows(self, table_TD: jax.Array) -> jax.Array:
+        """The table itself."""
         return table_TD
 
     def gather_sequence(self, x_BT: jax.Array) -> jax.Array:
+        """x itself: this device has all times."""
         return x_BT
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
+        """Attention on this device, [B, T, H, C]."""
         return (fused_attend if self.fused else attend)(q_BTHC, k_BTKC, v_BTKC, window)
 
 
@@ -46,18 +50,22 @@ class Ring:
     """Ring attention over "zig-zag" chunks (arXiv:2310.01889), which cost every device alike."""
 
     def order(self, length: int, n: int) -> np.ndarray:
+        """For each device i of n chunk i, then chunk 2n-1-i, [T]."""
         return order(length, n)
 
     def rows(self, table_TD: jax.Array) -> jax.Array:
+        """The rows of both chunks, [T/n, ...]."""
         i, n = lax.axis_index(AXIS), lax.axis_size(AXIS)
         size = table_TD.shape[0] // (2 * n)
         return jnp.concatenate([lax.dynamic_slice_in_dim(table_TD, j * size, size) for j in (i, 2 * n - 1 - i)])
 
     def gather_sequence(self, x_BT: jax.Array) -> jax.Array:
+        """All-gather over `context`, then sort by time: [B, T, ...]."""
         x_BT = lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
         return x_BT[:, np.argsort(self.order(x_BT.shape[TIME], lax.axis_size(AXIS)))]
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
+        """`ring_attention` of this device's times, [B, T/n, H, C]."""
         return ring_attention(q_BTHC, k_BTKC, v_BTKC, window)
 
 
@@ -66,14 +74,17 @@ class Ulysses(NoContextParallel):
     """Each device attends for its own heads over all times (arXiv:2309.14509)."""
 
     def rows(self, table_TD: jax.Array) -> jax.Array:
+        """The rows of chunk i of n, [T/n, ...]."""
         size = table_TD.shape[0] // lax.axis_size(AXIS)
         return lax.dynamic_slice_in_dim(table_TD, lax.axis_index(AXIS) * size, size)
 
     def gather_sequence(self, x_BT: jax.Array) -> jax.Array:
+        """All-gather over `context`: [B, T, ...]."""
         whole_BT: jax.Array = lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
         return whole_BT
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
+        """All-to-all to H/n heads of all times, attention, and all-to-all back to [B, T/n, H, C]."""
         q, k, v = (lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True) for x in (q_BTHC, k_BTKC, v_BTKC))
         y = super().attend(q, k, v, window)
         y_BTHC: jax.Array = lax.all_to_all(y, AXIS, split_axis=1, concat_axis=2, tiled=True)

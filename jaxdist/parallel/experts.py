@@ -68,7 +68,8 @@ class Limited(Protocol):
 
     experts: int
 
-    def room(self, times: int) -> int: ...
+    def room(self, times: int) -> int:
+        """Capacity of an expert, in tokens, for a sequence of `times` tokens."""
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ class Accumulation:
     """One stage, which has all layers."""
 
     def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
+        """A scan over the microbatches."""
+
         def microbatch(carry: Carry, part: Any) -> tuple[Carry, None]:
             *total, statistics = carry
             own = jax.grad(loss, has_aux=True)(start[0], weights | statistics, part, one_stage)
@@ -75,9 +77,11 @@ class Accumulation:
         return lax.scan(microbatch, start, parts)[0]
 
     def forward(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
+        """`function` with all blocks on this device."""
         return function(weights, one_stage)
 
     def order(self, layers: int) -> np.ndarray:
+        """All layers [L], in order."""
         return np.arange(layers)
 
 
@@ -168,6 +172,8 @@ class Pipeline:
     stacked: frozenset[str]
 
     def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
+        """The same by `summed`; statistics pass through unchanged."""
+
         def reported(*of_part: Any) -> tuple[jax.Array, jax.Array]:
             scaled, (reported, _) = loss(*of_part)
             return scaled, reported
@@ -180,6 +186,7 @@ class Pipeline:
         raise NotImplementedError
 
     def order(self, layers: int) -> np.ndarray:
+        """For each stage s of S its chunks, of which chunk c is the (cS + s)-th part of the layers, [L]."""
         parts = np.arange(layers).reshape(self.table.chunks, self.table.stages, -1)
         return parts.swapaxes(0, 1).reshape(-1)
 
@@ -231,6 +238,7 @@ class Pipeline:
         return jax.tree.map(zeros, kinds[0])
 
     def forward(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
+        """One microbatch, a stage a tick."""
         table = replace(self.table, microbatches=1)
 
         def tick(x: Any, t: Any) -> tuple[Any, Any]:
@@ -259,6 +267,8 @@ class GPipe(Pipeline):
     """All forward passes, then all backward passes: those of the derivative."""
 
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+        """A scan of forward passes, differentiated as a whole."""
+
         def stage(accumulators: Arrays, x: Any, t: jax.Array, m: jax.Array, c: jax.Array) -> Any:
             # Chunk and microbatch are picked in here: picked outside of the checkpoint, each tick would keep its own.
             own = self.chunk(not_before(t, weights), c)
@@ -283,6 +293,7 @@ class OneFOneB(Pipeline):
     without the backward pass and ends without the forward pass."""
 
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+        """Three scans over ticks: forward passes; forward and backward passes; backward passes."""
         S, v, i = self.table.stages, self.table.chunks, lax.axis_index(AXIS)
         behind = v * S - 1  # ticks from a microbatch's first forward pass to its first backward pass
         places = 2 * S - 1 if v == 1 else 2 * S  # microbatches that a chunk has begun and not ended

@@ -103,6 +103,7 @@ class Rematerialize:
 
     @classmethod
     def from_config(cls, memory: Memory) -> "Rematerialize":
+        """The mode of the section `memory`."""
         return cls(memory.remat, memory.remat_every, "activations" in memory.offload)
 
     def block(self, block: Block) -> Block:

@@ -123,6 +123,7 @@ class Jitted:
         return lowered
 
     def lower(self, *arguments: Any) -> Lowered:
+        """The program for these arguments, arrays or ShapeDtypeStructs."""
         return self.lowered(self.trace(*arguments))
 
     def __call__(self, *arguments: Any) -> Any:

@@ -28,6 +28,7 @@ WARM_UP = 2  # steps left out of medians
 
 
 def parameter_count(param_specs: Mapping[str, ParamSpec]) -> int:
+    """Number of trained parameters of the model, not counting running statistics."""
     return sum(math.prod(spec.shape) for spec in param_specs.values() if not spec.statistic)
 
 

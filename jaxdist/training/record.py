@@ -49,6 +49,7 @@ class NoRematerialization(Rematerialize):
     """No rematerialization: what a tap notes within a block must be visible outside it."""
 
     def block(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        """`block` itself."""
         return block
 
 

@@ -63,6 +63,7 @@ class Gathered(Context):
         self.mesh, self.index, self.size = mesh, mesh.get_local_rank(), mesh.size()
 
     def gather_sequence(self, x_BT: Tensor) -> Tensor:
+        """All-gather over `context`, differentiable: [B, T, ...]."""
         x_BS: Tensor = all_gather_tensor_autograd(x_BT.contiguous(), gather_dim=TIME, group=self.mesh.get_group())
         return x_BS
 
@@ -71,20 +72,25 @@ class Ring(Gathered):
     """torch's context parallelism: its fused attention of tensors that are split over time goes round."""
 
     def begin(self) -> None:
+        """Enable torch's ring for attention on DTensors."""
         send_attention_around()
 
     def order(self, length: int) -> np.ndarray:
+        """For each rank i of n chunk i, then chunk 2n-1-i, [T]."""
         chunks = np.arange(length).reshape(2 * self.size, -1)
         return np.stack([chunks[: self.size], chunks[: self.size - 1 : -1]], axis=1).ravel()
 
     def rows(self, table_TD: Tensor) -> Tensor:
+        """The rows of both chunks, [T/n, ...]."""
         return table_TD[torch.from_numpy(self.own(len(table_TD))).to(table_TD.device)]
 
     def gather_sequence(self, x_BT: Tensor) -> Tensor:
+        """All-gather over `context`, then sort by time: [B, T, ...]."""
         back = np.argsort(self.order(self.size * x_BT.shape[TIME]))
         return super().gather_sequence(x_BT)[:, torch.from_numpy(back).to(x_BT.device)]
 
     def across(self, q_BT: Tensor, k_BT: Tensor, v_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as DTensors split over time, which torch's ring attends to."""
         q, k, v = (DTensor.from_local(x, self.mesh, [Shard(TIME)], run_check=False) for x in (q_BT, k_BT, v_BT))
         return q, k, v
 

@@ -62,6 +62,7 @@ class AllToAll(Dispatch):
         self.size, self.group = mesh.size(), mesh.get_group()
 
     def exchange(self, experts: Rows, x_ND: Tensor, count_E: Tensor) -> Tensor:
+        """All-to-all of rows to the ranks of their experts, and of outputs back."""
         sent = count_E.view(self.size, -1)  # by rank and its experts
         got = all_to_all_single(count_E, None, None, self.group).view(self.size, -1)
         to, of = sent.sum(1).tolist(), got.sum(1).tolist()

@@ -30,10 +30,12 @@ class AllImages(Images):
         self.group = group
 
     def sum_over_images(self, sums: Tensor) -> Tensor:
+        """All-reduce [C] over the group, differentiable."""
         total: Tensor = AllReduce.apply(sums, self.group)  # type: ignore[no-untyped-call]
         return total
 
     def normalized_together(self, own: int) -> int:
+        """`own` times the ranks of the group."""
         return own * self.group.size()
 
 
@@ -42,11 +44,13 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """All-reduce of x."""
         ctx.group = group
         return reduced(x, group)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        """All-reduce of the gradient."""
         return reduced(outer[0], ctx.group), None
 
 

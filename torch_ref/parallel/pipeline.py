@@ -147,6 +147,7 @@ class Pipeline(nn.ModuleList):
 
     @property
     def embedding(self) -> nn.Parameter:
+        """The embedding [V, D] on the first rank; the tied head's copy of it on the last."""
         return self[0 if self.first else -1].get_parameter("embed.weight")
 
     def counted(self) -> Iterator[nn.Parameter]:

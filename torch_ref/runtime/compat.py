@@ -61,6 +61,7 @@ class AfterApply(nn.Module):
     """A module of which `applied` is called after `to`, `cuda` and the like, also of a module that has it."""
 
     def applied(self) -> None:
+        """Called after the module's tensors have moved or changed dtype."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -56,6 +56,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return math.prod(self.axes.values())
 
     def __str__(self) -> str:

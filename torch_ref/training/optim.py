@@ -129,23 +129,28 @@ def rule_of(o: Config) -> Rule:
 
 
 def adam(o: Config) -> dict[str, Any]:
+    """Arguments of torch.optim.Adam and AdamW."""
     return {"betas": (o.beta1, o.beta2), "eps": o.eps, "foreach": False, "fused": False}
 
 
 def sgd(o: Config) -> dict[str, Any]:
+    """Arguments of torch.optim.SGD."""
     return {"momentum": o.momentum, "nesterov": o.nesterov, "dampening": 0.0, "foreach": False, "fused": False}
 
 
 def adafactor(o: Config) -> dict[str, Any]:
+    """Arguments of `matrices.Adafactor`."""
     return {"beta2_decay": o.beta2_decay, "eps": (o.eps1, o.eps2), "d": o.d}
 
 
 def muon(o: Config) -> dict[str, Any]:
+    """Arguments of `matrices.Muon`: AdamW's, and those of torch.optim.Muon."""
     own = {"momentum": o.momentum, "nesterov": o.nesterov, "ns_steps": o.ns_steps, "adjust_lr_fn": o.adjust_lr_fn}
     return adam(o) | {"muon": own}
 
 
 def lion(o: Config) -> dict[str, Any]:
+    """Arguments of `Lion`."""
     return {"betas": (o.beta1, o.beta2)}
 
 

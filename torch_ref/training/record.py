@@ -60,6 +60,7 @@ def gathered(tensors: dict[str, Tensor]) -> Arrays:
 
 
 def copy(tensor: Tensor) -> Tensor:
+    """A detached copy on the same device."""
     return tensor.detach().clone()
 
 
@@ -87,6 +88,7 @@ class Taps:
         self.open = False  # a block that is recomputed in the backward pass is not noted again
 
     def note(self, name: str, y: Tensor) -> None:
+        """Note `y` under `name`, and its gradient when it is known."""
         if not self.open or (self.of_times and y.ndim < 3):  # not over the batch: learned positions
             return
         part = len(self.noted[name])
