@@ -49,7 +49,7 @@ Report = Callable[[dict[str, Any]], None]
 
 @opening_once()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check what can be checked by one process, then train in every rank."""
+    """Check arguments in one process, then train in every rank."""
     arguments = parse(
         sys.argv[1:] if argv is None else argv, "torch_ref.train", "Train an experiment in PyTorch.", describe=describe
     )
@@ -240,16 +240,15 @@ def loop(run: Run, state: TrainState) -> list[dict[str, Any]]:
 
 
 def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:
-    """The step to be measured. Not the first if there are others: FSDP2 and DDP settle their order in it.
-
-    None where all are recorded: a record takes memory and sends.
+    """The step to be measured: the first that is not recorded, from the second on, since FSDP2 and DDP settle their
+    order in the first; None if all are recorded, which takes memory and sends.
     """
     return next((step for step in (*steps[1:], *steps[:1]) if step not in recorded), None)
 
 
 def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Rows:
-    """This rank's part of the global batch: of n over the axes BATCH each reads an n-th of every microbatch, and of
-    tokens keeps its times, as many on each rank of `context`."""
+    """This rank's part of the global batch: 1/n of every microbatch over the axes BATCH and, of tokens, its times over
+    `context`."""
     size = experiment.train.batch
     rank, ranks = rank_over(mesh, *BATCH)
     rows = microbatch_order(size, ranks, experiment.train.accumulation)[
@@ -291,7 +290,8 @@ def notes(model: nn.Module, memory: dict[str, int | None]) -> dict[str, str]:
 
 @contextmanager
 def reporting(experiment: Experiment, folder: RunFolder | None, start: int) -> Iterator[Report]:
-    """A consumer of each step's record, on the first rank: progress bar and run folder."""
+    """Context manager that yields the consumer of each step's record, on the first rank: progress bar and run
+    folder."""
     if dist.get_rank() > 0:
         yield lambda _: None
         return

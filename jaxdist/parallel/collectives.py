@@ -54,7 +54,7 @@ TIME = 1  # the dimension of activations [B, T, D] that sequence parallelism spl
 
 
 class Weight(NamedTuple):
-    """A parameter as `use` takes it: this device's piece, and where its gradient is to arrive.
+    """A parameter as `use` takes it: this device's shard, and the slot at which its gradient arrives.
 
     `grad_slot` has the shape of the gradient accumulator; its value is never read. Differentiating with respect to the
     slots, not the pieces, lets parameters and gradients be laid out independently: all that tells strategies apart.
@@ -70,7 +70,7 @@ def to_local_ids(index: jax.Array, size: int) -> jax.Array:
 
 
 def mask_local_vocab(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Mask of the `index` within this device's part of the vocabulary, of `size`, and their local ids, else 0."""
+    """Mask of the local ids `index` that lie in this device's shard of `size` rows, and these ids, 0 where masked."""
     mine = (index >= 0) & (index < size)
     return mine, jnp.where(mine, index, 0)
 
@@ -82,13 +82,14 @@ def sum_over_vocab(sums: X) -> X:
 
 
 def max_over_vocab(highest: jax.Array) -> jax.Array:
-    """All-reduce maxima over the vocabulary shards (mesh axis `tensor`). No gradient goes through it."""
+    """All-reduce maxima over the vocabulary shards (mesh axis `tensor`). Not differentiable."""
     whole: jax.Array = lax.pmax(highest, "tensor")
     return whole
 
 
 def all_gather_shard(piece: jax.Array, shard: ShardDim, to: str = "varying") -> jax.Array:
-    """All-gather a shard along `shard.dim`; `to="invarying"` types the result as equal on all devices."""
+    """All-gather shards along `shard.dim` over `shard.axes`; `to="invarying"` types the result as equal on all
+    devices."""
     whole: jax.Array = lax.all_gather(piece, shard.axes, axis=piece.ndim + shard.dim, tiled=True, to=to)
     return whole
 
@@ -126,16 +127,16 @@ class Context(Protocol):
     """Split of a sequence over the mesh axis `context` (`parallel/context.py`). n: the size of the axis."""
 
     def order(self, length: int, n: int) -> np.ndarray:
-        """The times [T] in the order in which the devices hold them, equally many each."""
+        """Indices of the times [T] in the order in which the devices hold them, T/n each."""
 
     def rows(self, table_TD: jax.Array) -> jax.Array:
-        """The rows of this device's times, of a table of all."""
+        """Rows [T/n, ...] of this device's times, of a table [T, ...]."""
 
     def gather_sequence(self, x_BT: jax.Array) -> jax.Array:
-        """x [B, T, ...] of all times, in their order, of which each device has its own. No gradient goes through it."""
+        """All-gather x [B, T/n, ...] to [B, T, ...], sorted by time. Not differentiable."""
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
-        """`ops.attention.attend` over all times, of which each device has its own queries, keys and values."""
+        """`ops.attention.attend` over all T times, for this device's q [B, T/n, H, C], k and v [B, T/n, K, C]."""
 
 
 Rows = Callable[[jax.Array, jax.Array], jax.Array]
@@ -145,7 +146,7 @@ class Stages(Protocol):
     """Split of a stack of blocks over the mesh axis `pipeline` (`parallel/pipeline.py`)."""
 
     def __call__(self, blocks: Callable[[X], X], x: X) -> X:
-        """`x` after all stages; `blocks` are this device's."""
+        """Apply this device's `blocks` in its turn; returns x after all stages."""
 
 
 def one_stage(blocks: Callable[[X], X], x: X) -> X:
@@ -165,23 +166,24 @@ class Dispatch(Protocol):
     """Exchange of tokens with the experts on the mesh axis `expert` (`parallel/experts.py`)."""
 
     def __call__(self, experts: Rows, x_BTD: jax.Array, routing: Routing, context: Context) -> jax.Array:
-        """The weighted sum of what a token's k experts make of it; `experts` are this device's, of rows [N, D] sorted
-        by expert and how many each has."""
+        """Sum of the outputs of each token's k experts [B, T, D], weighted; `experts` maps rows [N, D], sorted by
+        expert, and the number of rows of each to outputs [N, D]."""
 
 
 class Taps(Protocol):
     """A record of a forward pass (`training/record.py`): arrays and blocks pass through it."""
 
     def named(self, name: str, x: jax.Array) -> jax.Array:
-        """`x`, noted as `name` of the module that computes it."""
+        """Note `x` as `name` of the module that computes it, and return it."""
 
     def scan(self, block: Callable[[X, Any], X], x: X, weights: Any) -> X:
-        """`x` after the `block` of each layer's `weights`, one by one: what is noted within must be seen outside."""
+        """Apply the `block` of each layer's `weights` in a Python loop, since a scan would hide what is noted
+        inside."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Everything that a model sees of its distribution: the operations; and, while a step is recorded, its taps."""
+    """A model's view of its distribution: the operations; and, while a step is recorded, its taps."""
 
     strategy: Strategy
     precision: Precision
@@ -193,11 +195,12 @@ class Parallel:
     taps: Taps | None = None
 
     def tap(self, name: str, x: jax.Array) -> jax.Array:
-        """`x`, which a record of the step calls `name` of the module that computes it."""
+        """`x`, recorded under `name` of the module that computes it."""
         return self.taps.named(name, x) if self.taps else x
 
     def use(self, module: M) -> M:
-        """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""
+        """`module` with its Weights unsharded over fsdp and in the compute dtype. Call it where the weights are
+        needed."""
         graph, state = nnx.split(module)
 
         def whole(v: nnx.Variable[Any]) -> nnx.Variable[Any]:
@@ -206,14 +209,16 @@ class Parallel:
         return nnx.merge(graph, jax.tree.map(whole, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def enter(self, x: jax.Array) -> jax.Array:
-        """Before a column-parallel product: the same x on each tensor device, whose gradients are summed.
+        """Before a column-parallel product: x [B, T, D], the same on each tensor device; gradients are summed over
+        tensor.
 
         Under sequence parallelism each has had its own times of x [B, T, D], and all of them from here on.
         """
         return lax.all_gather(x, "tensor", axis=TIME, tiled=True) if self.sequence else mark_varying(x, ("tensor",))
 
     def leave(self, x: jax.Array) -> jax.Array:
-        """After a row-parallel product: the sum of the tensor devices' partial results, or each one's times of it."""
+        """After a row-parallel product: all-reduce partial results over tensor; under sequence parallelism
+        reduce-scatter them over time."""
         total = (
             lax.psum_scatter(x, "tensor", scatter_dimension=TIME, tiled=True)
             if self.sequence
@@ -227,25 +232,25 @@ class Parallel:
         return int(tokens_BT.shape[1] * lax.axis_size("context"))
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int = 0) -> jax.Array:
-        """`ops.attention.attend` over all times, of which this device has its own."""
+        """`ops.attention.attend` over all times, for this device's own queries, keys and values [B, T/n, heads, C]."""
         return self.tap("attended", self.context.attend(q_BTHC, k_BTKC, v_BTKC, window))
 
     def experts(self, experts: Rows, x_BTD: jax.Array, routing: Routing) -> jax.Array:
-        """The sum over each token's chosen experts, as weighted; partial over tensor where these are."""
+        """Weighted sum [B, T, D] over each token's chosen experts; partial over tensor if `experts` is."""
         return self.dispatch(experts, x_BTD, routing, self.context)
 
     def sum_over_sequence(self, sums: jax.Array) -> jax.Array:
-        """Sums over all times that this device enters, of those over the times that it has between `leave` and
-        `enter`."""
+        """All-reduce over tensor of sums over the times that this device has between `leave` and `enter`."""
         return lax.psum(sums, "tensor") if self.sequence else sums
 
     def sum_over_tokens(self, sums: jax.Array) -> jax.Array:
-        """Sums over the microbatch of all devices. No gradient goes through it."""
+        """All-reduce sums over the microbatch on all devices. Not differentiable."""
         total: jax.Array = lax.psum(lax.stop_gradient(sums), TOKENS)
         return total
 
     def sum_over_images(self, sums: jax.Array) -> jax.Array:
-        """Sums over the images that are normalized together: the microbatch on all devices, or this device's own."""
+        """Sums over the images normalized together: all-reduced over the microbatch, or under `replica` this device's
+        own."""
         return lax.psum(sums, LOSS_AXES) if self.batch_norm == "global" else sums
 
     def normalized_together(self, count: int) -> int:
@@ -253,13 +258,13 @@ class Parallel:
         return count * int(lax.axis_size(LOSS_AXES)) if self.batch_norm == "global" else count
 
     def local_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Running statistics as microbatches move them: one of all devices, or each device's own."""
+        """Running statistics for the microbatches to update: under `replica` typed as differing between devices."""
         if self.batch_norm == "global":
             return statistics
         return {name: mark_varying(s, LOSS_AXES) if s.ndim else s for name, s in statistics.items()}  # all count alike
 
     def from_first_replica(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Take the first device's of all devices' values, as DDP does."""
+        """Running statistics after the step: under `replica` those of the first device, as DDP broadcasts."""
         if self.batch_norm == "global":
             return statistics
         vectors = {name: s for name, s in statistics.items() if s.ndim}
@@ -268,7 +273,7 @@ class Parallel:
         return statistics | kept
 
     def slice_sequence(self, table_TD: jax.Array) -> jax.Array:
-        """The rows of the times that this device has between `leave` and `enter`."""
+        """Rows [T/t, D] of a table [T, D] for the times that this device has between `leave` and `enter`."""
         if not self.sequence:
             return table_TD
         size = table_TD.shape[0] // lax.axis_size("tensor")

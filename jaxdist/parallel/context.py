@@ -25,7 +25,7 @@ from jaxdist.parallel.ring_attention import AXIS, order, ring_attention
 
 @dataclass(frozen=True)
 class NoContextParallel:
-    """All times on every device, which may be a GPU with a kernel for that."""
+    """All times on every device; `fused`: attention by a GPU's kernel."""
 
     fused: bool = False
 
@@ -47,7 +47,7 @@ class NoContextParallel:
 
 
 class Ring:
-    """Ring attention over "zig-zag" chunks (arXiv:2310.01889), which cost every device alike."""
+    """Ring attention over "zig-zag" chunks (arXiv:2310.01889), which balance the work of devices."""
 
     def order(self, length: int, n: int) -> np.ndarray:
         """For each device i of n chunk i, then chunk 2n-1-i, [T]."""

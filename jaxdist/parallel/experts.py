@@ -36,7 +36,7 @@ def weighted(y_BTkD: jax.Array, weights_BTk: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Dropless:
-    """Every device sees all tokens of its group and computes those of its own of `count` experts."""
+    """Every device receives all tokens of its group and computes its own of `count` experts."""
 
     count: int
 
@@ -88,7 +88,7 @@ class Capped:
         return context.rows(place_SBk).swapaxes(0, 1) < self.rooms(marked_BSk[..., 0] < E)[:, None, None]
 
     def rooms(self, valid_BS: jax.Array) -> jax.Array:
-        """Tokens that an expert takes of each sequence [B], of whose times up to the last valid one."""
+        """Capacity of an expert, in tokens, for each sequence [B], by its length up to the last valid token."""
         S = valid_BS.shape[1]
         length_B = jnp.where(valid_BS, jnp.arange(1, S + 1), 0).max(1)
         return jnp.asarray(np.array([self.model.room(length) for length in range(S + 1)]))[length_B]

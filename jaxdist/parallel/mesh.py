@@ -111,7 +111,7 @@ def own_gpus(size: int) -> str:
 
 
 def lay_out(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh of these axes over as many devices."""
+    """The mesh with these axes over these devices."""
     kinds = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=kinds)
 

@@ -47,18 +47,16 @@ class Schedule(Protocol):
     """Order in which microbatches pass through the stages."""
 
     def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
-        """`start`, zeros and the statistics before, plus the gradients by its slots and the losses of all microbatches
-        `parts` [M, ...], as this device has them, and what these have made of the statistics.
+        """Add up gradients, losses and running statistics of all microbatches `parts` [M, ...], beginning with `start`.
 
         `loss` returns the loss to differentiate, with the loss to report and the statistics.
         """
 
     def forward(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
-        """`function` of the weights and one microbatch, passed through all stages: the result on the last stage, zeros
-        on the others."""
+        """Pass one microbatch through all stages: the result of `function` on the last stage, zeros on the others."""
 
     def order(self, layers: int) -> np.ndarray:
-        """The layers [L] in the order in which the devices hold them."""
+        """Indices of the layers [L] in the order in which devices hold them."""
 
 
 class Accumulation:
@@ -95,34 +93,34 @@ class Timetable:
 
     @property
     def slots(self) -> int:
-        """Up to a stage's last one; some are empty where there are chunks and S does not divide the microbatches."""
+        """Number of slots up to a stage's last microbatch; some are empty where S does not divide the microbatches of
+        chunks."""
         groups, rest = divmod(self.microbatches - 1, self.stages)
         return groups * self.chunks * self.stages + (self.chunks - 1) * self.stages + rest + 1
 
     @property
     def ticks(self) -> int:
-        """Cost of one pass over all stages."""
+        """Ticks of one pass over all stages."""
         return self.slots + self.stages - 1
 
     def at(self, slot: Any) -> tuple[Any, Any, Any]:
-        """(microbatch, chunk, whether there is one), of arrays or numbers; within their ranges also where there is
-        none."""
+        """(microbatch, chunk, busy) in a slot, of arrays or numbers; in an empty slot busy is False, and the others
+        stay in range."""
         group, place = slot // (self.chunks * self.stages), slot % self.stages
         microbatch, chunk = group * self.stages + place, slot // self.stages % self.chunks
         return microbatch.clip(0, self.microbatches - 1), chunk, (slot >= 0) & (microbatch < self.microbatches)
 
     @property
     def bubble(self) -> float:
-        """The share of a stage's ticks in which it has nothing to do, counted."""
+        """Share of a stage's ticks that are idle, counted slot by slot."""
         *_, busy = self.at(np.arange(self.ticks))
         return 1 - float(busy.sum()) / self.ticks
 
 
 @dataclass(eq=False)
 class Stage:
-    """One of several stages: `received` goes into its blocks, or on the first what the model begins with; what they
-    make of it is `sent`, and on the last the model continues with it. Others continue with zeros, of which no overflow
-    comes."""
+    """One of several stages. `received` is the input of its blocks, except on the first, which embeds; `sent` is their
+    output, with which the last stage continues. Other stages continue with zeros, which cannot overflow."""
 
     received: Any
     first: jax.Array
@@ -153,20 +151,20 @@ def pick(tree: Any, index: jax.Array) -> Any:
 
 
 def not_before(t: jax.Array, weights: Arrays) -> Arrays:
-    """`weights`, of which nothing is made before tick t. Else XLA gathers those that all ticks gather alike before the
-    first, once for each scan over ticks, and holds them whole to the last."""
+    """Keep operations on `weights` from starting before tick t. Otherwise XLA hoists gathers that are equal in all
+    ticks out of the scan, and holds their results until its end."""
     return {name: lax.optimization_barrier((w, t))[0] for name, w in weights.items()}
 
 
 def shift(tree: Any, by: int) -> Any:
-    """From each stage to the one `by` further on; the last is followed by the first."""
+    """Send from each stage to the one `by` further on; the last is followed by the first."""
     n = lax.axis_size(AXIS)
     return jax.tree.map(lambda a: lax.ppermute(a, AXIS, [(i, (i + by) % n) for i in range(n)]), tree)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Several stages. `stacked`: the names of the parameters of the layers."""
+    """Several stages. `stacked`: names of the parameters [L, ...] of the layers."""
 
     table: Timetable
     stacked: frozenset[str]
@@ -191,7 +189,7 @@ class Pipeline:
         return parts.swapaxes(0, 1).reshape(-1)
 
     def chunk(self, arrays: Arrays, c: Any) -> Arrays:
-        """Weights of one chunk of this stage, and those outside of the layers."""
+        """Weights of chunk c of this stage, and those outside the layers."""
 
         def own(a: jax.Array) -> jax.Array:
             size = a.shape[0] // self.table.chunks
@@ -200,7 +198,7 @@ class Pipeline:
         return {name: own(a) if name in self.stacked else a for name, a in arrays.items()}
 
     def add(self, total: Arrays, own: Arrays, c: Any, busy: jax.Array) -> Arrays:
-        """`total`, and where `busy` the gradients of one chunk in their places."""
+        """Add the gradients `own` of chunk c to `total` where `busy`."""
 
         def sums(a: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.where(busy, a + b, a)  # zeros in place of b XLA would hold, on GPUs
@@ -212,12 +210,12 @@ class Pipeline:
         return {n: placed(a, own[n]) if n in self.stacked else sums(a, own[n]) for n, a in total.items()}
 
     def stage(self, received: Any, c: Any) -> Stage:
-        """This device's, with chunk c."""
+        """This device's stage, working on chunk c."""
         i, ends = lax.axis_index(AXIS), (self.table.stages - 1, self.table.chunks - 1)
         return Stage(received, first=(i == 0) & (c == 0), last=(i == ends[0]) & (c == ends[1]))
 
     def nothing(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
-        """Zeros of the shape, dtype and type of what stages send each other."""
+        """Zeros of the shape, dtype and type of the activations that stages exchange."""
         kinds: list[Any] = []
 
         def look(blocks: Callable[[Any], Any], x: Any) -> Any:
@@ -258,13 +256,13 @@ class Pipeline:
 
 
 def run(loss: Loss, accumulators: Arrays | None, weights: Arrays, part: Any, here: Stage) -> Any:
-    """A stage's forward pass on a microbatch: (what it sends, its parts of the losses)."""
+    """A stage's forward pass on a microbatch -> (activations to send, losses; zeros unless last)."""
     losses = loss(accumulators, weights, part, here)
     return here.sent, only(here.last, losses)
 
 
 class GPipe(Pipeline):
-    """All forward passes, then all backward passes: those of the derivative."""
+    """All forward passes, then all backward passes."""
 
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
         """A scan of forward passes, differentiated as a whole."""
@@ -289,8 +287,7 @@ class GPipe(Pipeline):
 
 
 class OneFOneB(Pipeline):
-    """One forward and one backward pass a tick, each of another microbatch: three scans of one tick, which begins
-    without the backward pass and ends without the forward pass."""
+    """One forward and one backward pass per tick, of different microbatches."""
 
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
         """Three scans over ticks: forward passes; forward and backward passes; backward passes."""
@@ -348,7 +345,7 @@ SCHEDULES: dict[str, type[Pipeline]] = {"GPipe": GPipe, "1F1B": OneFOneB, "Inter
 
 
 def schedule(parallel: Parallel, stages: int, microbatches: int, stacked: frozenset[str]) -> Schedule:
-    """The row for `parallel.pipeline_schedule` over an axis of this size."""
+    """The schedule for `parallel.pipeline_schedule` over an axis of this size."""
     if stages == 1:
         return Accumulation()
     table = Timetable(stages, parallel.virtual_stages, microbatches)

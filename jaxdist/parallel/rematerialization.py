@@ -27,7 +27,7 @@ in_memory = partial(in_device_memory, jax.errors.JaxRuntimeError, says="RESOURCE
 
 
 def offloaded(shardings: Any) -> Any:
-    """The same shardings, in the host's memory."""
+    """The same shardings in host memory."""
     return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 
@@ -95,7 +95,7 @@ OFFLOADED = {"full": _only(INPUT), "selective": _products_and_sums}
 
 @dataclass(frozen=True)
 class Rematerialize:
-    """`memory.remat`, applied to every `every`-th block; what it keeps may be `offloaded` to the host."""
+    """`memory.remat`, applied to every `every`-th block; with `offloaded` it keeps activations on the host."""
 
     mode: str
     every: int

@@ -38,20 +38,20 @@ class Softmax(NamedTuple):
 
 
 def order(length: int, n: int) -> np.ndarray:
-    """The times [T] in the order in which n devices hold them, equally many each."""
+    """Indices of the times [T] in the order in which n devices hold them, T/n each."""
     chunks = np.arange(length).reshape(2 * n, -1)
     return np.concatenate([chunks[[i, 2 * n - 1 - i]].ravel() for i in range(n)])
 
 
 def times(device: jax.Array | int, count: int) -> jax.Array:
-    """The times [2, L] of one device of the ring, which has `count` of them."""
+    """Indices [2, L] of the times of one device of the ring, which holds `count` = 2L."""
     first = jnp.stack([jnp.asarray(device), 2 * lax.axis_size(AXIS) - 1 - device])
     return first[:, None] * (count // 2) + jnp.arange(count // 2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def ring_attention(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int = 0) -> jax.Array:
-    """`ops.attention.attend` where every device has its own times of queries, keys and values."""
+    """`ops.attention.attend` for each device's own times of queries, keys and values."""
     return _forward(q_BTHC, k_BTKC, v_BTKC, window)[0]
 
 
@@ -123,14 +123,14 @@ ring_attention.defvjp(_forward, _backward)
 
 
 def _others(step: jax.Array) -> Pairs:
-    """The chunks of this device's queries and of keys `step` devices behind that meet."""
+    """Pairs of chunks that attend: this device's queries, and the keys from `step` devices behind."""
     same = jnp.where(step <= lax.axis_index(AXIS), 0, 1)  # keys of an earlier device: both early ones, else both late
     return ((1, 0), (same, same))
 
 
 def _scores(q: jax.Array, k: jax.Array, pair: tuple[Any, Any], step: Any, window: int) -> jax.Array:
-    """Scores of a pair of chunks, of this device's queries and of the keys `step` devices behind; the lowest number
-    where a key is not to be seen."""
+    """Scores of a pair of chunks: this device's queries, and the keys from `step` devices behind; masked ones are the
+    dtype's lowest number."""
     (a, b), i, count = pair, lax.axis_index(AXIS), 2 * q.shape[2]
     behind = times(i, count)[a][:, None] - times((i - step) % lax.axis_size(AXIS), count)[b]
     seen = (behind >= 0) & (behind < window) if window else behind >= 0
@@ -140,24 +140,24 @@ def _scores(q: jax.Array, k: jax.Array, pair: tuple[Any, Any], step: Any, window
 
 
 def _on(arrays: Any) -> Any:
-    """The previous device's value."""
+    """Receive the previous device's value."""
     n = lax.axis_size(AXIS)
     return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)]), arrays)
 
 
 def _home(gradients: Any) -> Any:
-    """The last of n ways: the keys' own device is the next one."""
+    """Send gradients of keys to the device that holds the keys: the next one."""
     return _on(gradients)
 
 
 def _chunks(x_BTKC: jax.Array) -> jax.Array:
-    """[2, B, L, ...]."""
+    """Split times into the two chunks: [2, B, L, ...]."""
     B, T, *rest = x_BTKC.shape
     return jnp.moveaxis(x_BTKC.reshape(B, 2, T // 2, *rest), 1, 0)
 
 
 def _queries(x_BTHC: jax.Array, K: int) -> jax.Array:
-    """[2, B, L, K, G, C]."""
+    """Split times into the two chunks, and heads into groups: [2, B, L, K, G, C]."""
     B, T, H, C = x_BTHC.shape
     return _chunks(x_BTHC.reshape(B, T, K, H // K, C))
 
@@ -168,5 +168,5 @@ def _joined(x: jax.Array) -> jax.Array:
 
 
 def _per_query(x: jax.Array) -> jax.Array:
-    """A number of each query, [..., K, G, L], as a factor of its vector [..., L, K, G, C]."""
+    """Numbers per query [..., K, G, L] as factors of vectors [..., L, K, G, C]."""
     return jnp.moveaxis(x, -1, -3)[..., None]

@@ -48,7 +48,7 @@ BLOCKS = ("layers.", "stages.")  # how the names of parameters begin that are ga
 
 
 class ShardDim(NamedTuple):
-    """Split of a parameter by a strategy: along dimension `dim`, counted from the end, over the mesh axes `axes`.
+    """How a strategy splits a parameter: along dimension `dim`, counted from the end, over the mesh axes `axes`.
 
     `replicas` are those whose devices use the same pieces for other tokens, or in other stages of a pipeline.
     """
@@ -59,7 +59,7 @@ class ShardDim(NamedTuple):
 
 
 def strategy(parallel: Parallel) -> Strategy:
-    """The row of the table; `parallel.reduce = step` keeps whole gradients until the end of the step."""
+    """The row of the table. With `parallel.reduce = step`, gradients stay unsharded until the end of the step."""
     return _strategy(parallel.strategy, parallel.reduce == "step", parallel.reshards)
 
 
@@ -94,7 +94,7 @@ class ParamSpec:
 
     @cached_property
     def model_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split it under any strategy."""
+        """Mesh axes that split it under any strategy."""
         return tuple(axis for name in self.axes if (axis := RULES.get(name)) in MODEL_AXES)
 
     @property
@@ -110,19 +110,19 @@ class ParamSpec:
 
     @cached_property
     def role(self) -> ParamRole:
-        """Its role (matrix? in a block?), by which Muon and Adafactor choose."""
+        """Whether it is a matrix and whether in a block, by which Muon and Adafactor choose."""
         return ParamRole(self.decays, self.name.startswith(BLOCKS))
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The dimensions, from the end, of the rows and of the columns that its last two are in torch, where outputs
-        come first: of a convolution Y and X."""
+        """Dimensions, from the end, of the rows and columns of the matrix in torch's layout, outputs first; of a
+        convolution Y and X."""
         if "kernel" in self.axes:
             return -4, -3
         return (-2, -1) if self.name.endswith(".embedding") else (-1, -2)
 
     def state_shape(self, kind: str) -> tuple[int, ...]:
-        """The shape of its optimizer state of that kind: its own, or one number per row or per column."""
+        """Shape of optimizer state of this kind: the parameter's, or one number per row or per column."""
         rows, columns = self.matrix
         one = {ROWS: columns, COLUMNS: rows}.get(kind)
         if one is None:
@@ -145,16 +145,16 @@ class ParamSpec:
         return tuple(by_model), tuple(sharded)
 
     def partition_spec(self, sharded: bool, kept: tuple[int, ...] = ()) -> P:
-        """The PartitionSpec, with or without the split over fsdp; or that of what is `kept` of it, of such a shape."""
+        """PartitionSpec with or without the split over fsdp; `kept`: the shape of optimizer state of the parameter."""
         split = zip(self.split(sharded), kept or self.shape, self.shape, strict=True)
         return P(*(axes if size == whole else () for axes, size, whole in split))
 
     def mesh_axes(self, sharded: bool) -> tuple[str, ...]:
-        """The mesh axes over which the pieces differ."""
+        """Mesh axes over which the shards differ."""
         return tuple(axis for axes in self.split(sharded) for axis in axes)
 
     def local_shape(self, mesh: Mapping[str, int], sharded: bool, kept: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The shape of one device's piece, or of that of what is `kept` of it, of such a shape.
+        """Shape of one device's shard; `kept`: the shape of optimizer state of the parameter.
 
         Raises ConfigError when the mesh does not divide the parameter.
         """
@@ -170,7 +170,7 @@ class ParamSpec:
 
     @cached_property
     def _local_shapes(self) -> dict[tuple[object, ...], tuple[int, ...]]:
-        """Shapes of one device's piece that are known already: the planner asks for each some hundred times."""
+        """Cache of shards' shapes: the planner asks for each several hundred times."""
         return {}
 
     def _divided(self, mesh: Mapping[str, int], sharded: bool) -> Iterator[int]:
@@ -187,6 +187,6 @@ class ParamSpec:
 
 
 def check(param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int], row: Strategy) -> None:
-    """Raises ConfigError naming the first parameter, axis and sizes that do not divide."""
+    """Raises ConfigError naming the first parameter, axis and sizes that the mesh does not divide."""
     for spec in param_specs.values():
         spec.local_shape(mesh, sharded=row.optimizer)

@@ -17,14 +17,14 @@ Arrays = Mapping[str, jax.Array]
 
 
 def check_start(program: Program, path: Path, weights: Arrays, there: str | None) -> None:
-    """Raises ConfigError where starting weights, read from `path`, cannot be; `there` as `of_weights` takes it."""
+    """Raises ConfigError if starting weights read from `path` are invalid; `there` as `of_weights` takes it."""
     if found := bad_values(program, weights):
         raise of_weights(path, found, program.experiment.precision.parameters, there)
 
 
 def check_resumed(program: Program, path: Path, step: int, state: TrainState) -> None:
-    """Raises ConfigError where the state of the checkpoint `path` of `step` cannot be, also under train.nonfinite =
-    skip, as that passes over steps alone."""
+    """Raises ConfigError if the state of the checkpoint `path` of `step` is invalid, also under train.nonfinite = skip,
+    which skips steps alone."""
     weights = bad_values(program, state.parameters)
     found = dict(weights)
     for kind, arrays in kept_of(state.optimizer).items():

@@ -14,7 +14,7 @@ from jaxdist.config import Precision
 
 
 class LossScale(NamedTuple):
-    """The loss scale of the next step, and how many steps in a row were good since it last changed."""
+    """Loss scale of the next step, and number of consecutive finite steps since it last changed."""
 
     scale: jax.Array  # float32
     good: jax.Array  # int32
@@ -33,7 +33,7 @@ def state_of(scale: ArrayLike, good: ArrayLike) -> LossScale:
 
 
 def factor(state: LossScale | None) -> jax.Array | int:
-    """Factor on the loss."""
+    """Factor on the loss, 1 without scaling."""
     return 1 if state is None else state.scale
 
 

@@ -24,7 +24,8 @@ LEAST = 1e-7  # a norm that is divided by
 
 @dataclass(frozen=True)
 class ShardedParam:
-    """A parameter as an update rule sees it: `weights` is this device's piece, over fsdp too where it is `sharded`.
+    """A parameter as an update rule sees it: `weights` is this device's shard, also over fsdp if `sharded`. Products of
+    its matrices are computed in `dtype`.
 
     Products of its matrices are computed in `dtype`.
     """
@@ -36,22 +37,23 @@ class ShardedParam:
 
     @cached_property
     def split(self) -> tuple[tuple[str, ...], ...]:
-        """The mesh axes that split each dimension."""
+        """Mesh axes that split each dimension."""
         return self.spec.split(self.sharded)
 
     def mean(self, x: jax.Array, *dims: int) -> jax.Array:
-        """The mean along `dims`, which are kept; along all but that of layers where none are given."""
+        """Mean along `dims`, kept as size 1; by default along all except the layer axis."""
         dims = dims or tuple(dim for dim, axis in enumerate(self.spec.axes) if axis != "layers")
         axes = tuple(axis for dim in dims for axis in self.split[dim])
         total, count = jnp.sum(x, dims, keepdims=True), math.prod(x.shape[dim] for dim in dims)
         return lax.psum(total, axes) / (count * lax.axis_size(axes)) if axes else total / count
 
     def rms(self, x: jax.Array) -> jax.Array:
-        """The root mean square of all of it, or of each layer."""
+        """Root mean square of the unsharded parameter, per layer if stacked."""
         return jnp.sqrt(self.mean(x * x))
 
     def by_matrix(self, function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """`function` of whole matrices [N, I, O], those of all layers and experts, and this device's piece of it."""
+        """Apply `function` to unsharded matrices [N, I, O] of all layers and experts; returns this device's shard of
+        the result."""
         matrices = x.reshape(-1, *x.shape[-2:])
         split = [(dim, axes) for dim, axes in enumerate(self.split[-2:], start=1) if axes]
         ways = math.prod(lax.axis_size(axes) for _, axes in split)

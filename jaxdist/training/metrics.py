@@ -117,13 +117,13 @@ def bytes_on_device(tree: Any, offloaded: bool = False) -> int:
 
 
 def allocated(program: Program) -> dict[str, int]:
-    """The most bytes that the allocator of the fullest device has given out; nothing where it keeps no count (CPU)."""
+    """Peak bytes in use by the allocator of the fullest device; empty where it keeps no count (CPU)."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in program.mesh.local_devices]
     return {"allocator_peak": max(peaks)} if any(peaks) else {}
 
 
 def median_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """The median after the warm-up; None without a step."""
+    """Median of a field after the warm-up; None without records."""
     values = [record[name] for record in records]
     return statistics.median(values[WARM_UP:] or values) if values else None
 

@@ -42,7 +42,8 @@ def learning_rate(o: Optimizer, steps: int, step: jax.Array) -> jax.Array:
 
 
 def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
-    """Scale updates by min(1, largest / (norm + 1e-6)); 0 leaves them alone. `norm` comes in as an extra argument."""
+    """Scale updates by min(1, largest / (norm + 1e-6)); `largest` = 0 disables it. `norm` is an extra argument of an
+    update."""
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None, *, norm: jax.Array, **_: Any) -> Any:
         factor = jnp.minimum(1, largest / (norm + 1e-6)) if largest else 1
@@ -78,8 +79,8 @@ def sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 class UpdateStep(NamedTuple):
-    """The step that an update belongs to: `t`, the number of updates with this one, in the widest float; the learning
-    rate; and `select(new, old)`: new in the dtype of old, or old where the step is not taken."""
+    """The step of an update: `t`, the number of updates including this one, in the widest float; the learning rate; and
+    `select(new, old)`: new in the dtype of old, or old if the step is not taken."""
 
     t: jax.Array
     rate: jax.Array
@@ -90,7 +91,7 @@ class UpdateStep(NamedTuple):
 
 
 def adam(o: Optimizer, g: jax.Array, kept: Arrays, step: UpdateStep, _: ShardedParam) -> tuple[jax.Array, Arrays]:
-    """m̂ / (√v̂ + ε) (arXiv:1412.6980), of update t."""
+    """m̂ / (√v̂ + ε) of update t (arXiv:1412.6980)."""
     # 1 - βᵗ; of β = 0 it is 1
     left1, left2 = (-jnp.expm1(step.t * (math.log(b) if b else -math.inf)) for b in (o.beta1, o.beta2))
     m, v = kept["exp_avg"], kept["exp_avg_sq"]
@@ -108,7 +109,7 @@ def sgd(o: Optimizer, g: jax.Array, kept: Arrays, step: UpdateStep, _: ShardedPa
 
 
 def lion(o: Optimizer, g: jax.Array, kept: Arrays, step: UpdateStep, _: ShardedParam) -> tuple[jax.Array, Arrays]:
-    """The sign of β1·m + (1-β1)·g, where m itself decays by β2 (arXiv:2302.06675, algorithm 2)."""
+    """Sign of β1·m + (1-β1)·g; m decays by β2 (arXiv:2302.06675, algorithm 2)."""
     m = kept["exp_avg"]
     return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": step.select(o.beta2 * m + (1 - o.beta2) * g, m)}
 
@@ -142,8 +143,8 @@ ADJUSTED: dict[str, Callable[[int, int], float]] = {
 
 
 def muon(o: Optimizer, g: jax.Array, kept: Arrays, step: UpdateStep, param: ShardedParam) -> tuple[jax.Array, Arrays]:
-    """torch.optim.Muon of the matrices of blocks, in the dtype that products have where torch has bfloat16; Adam of all
-    else."""
+    """torch.optim.Muon for the matrices of blocks, in the compute dtype where torch has bfloat16; Adam for all other
+    parameters."""
     if "momentum_buffer" not in kept:
         return adam(o, g, kept, step, param)
     m = kept["momentum_buffer"]
@@ -157,8 +158,8 @@ Rule = Callable[[Optimizer, jax.Array, Arrays, UpdateStep, ShardedParam], tuple[
 
 
 def rule_of(o: Optimizer) -> Rule:
-    """The update rule of an optimizer. Raises ConfigError where a plugin's has none that can be imported, and there for
-    what it raises."""
+    """The update rule of an optimizer. Raises ConfigError if a plugin's cannot be imported, and for errors that it
+    raises."""
     return function(OPTIMIZERS, o.name, "rule", "training in JAX", tuple)
 
 
@@ -225,7 +226,7 @@ def rule(
 
 
 def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
-    """Keeps the moving average of the weights after the update, as `torch.optim.swa_utils.AveragedModel` does with
+    """Keep the moving average of the weights after the update, as `torch.optim.swa_utils.AveragedModel` does with
     `get_ema_multi_avg_fn(decay)`: the first update is copied."""
 
     def apply(step: UpdateStep, updates: Arrays, parameters: Arrays, kept: Kept) -> tuple[Arrays, Kept]:
@@ -243,12 +244,12 @@ def kept_of(state: Any) -> dict[str, Arrays]:
 
 
 def updates_of(state: Any) -> list[jax.Array]:
-    """Number of updates of each part of a chain's state; skipped steps make none."""
+    """Number of updates in each part of a chain's state, not counting skipped steps."""
     return [part.updates for part in state if isinstance(part, State)]
 
 
 def steps_done(state: Any) -> jax.Array:
-    """Number of steps of a chain's schedule, skipped ones too."""
+    """Number of steps of a chain's schedule, including skipped ones."""
     count: jax.Array = next(part.count for part in state if isinstance(part, optax.ScaleByScheduleState))
     return count
 

@@ -77,7 +77,7 @@ class Program:
 
     @cached_property
     def stacked(self) -> frozenset[str]:
-        """The names of the parameters that all layers have."""
+        """Names of the parameters with a layer axis, [L, ...]."""
         return frozenset(name for name, spec in self.param_specs.items() if "layers" in spec.axes)
 
     @cached_property
@@ -120,7 +120,7 @@ class Program:
 
     @cached_property
     def evaluation(self) -> Step:
-        """The step's model in evaluation mode: it uses running statistics, if it has any."""
+        """The step's model in evaluation mode, which uses running statistics."""
         model = models.build(self.experiment.model)
         model.eval()
         return replace(self.step_function, model=model)
@@ -128,7 +128,7 @@ class Program:
     # ---- what and where
 
     def initial(self) -> TrainState:
-        """The starting state, from the seed and the parameters' names alone: the same bits on any mesh."""
+        """The starting state, a function of the seed and the parameters' names alone: the same bits on any mesh."""
         key, model = jax.random.key(self.experiment.train.seed), self.experiment.model
 
         def tokens(axis: str, size: int) -> int:
@@ -149,13 +149,13 @@ class Program:
         return self.state_from({name: draw(spec) for name, spec in self.param_specs.items()})
 
     def state_from(self, parameters: Arrays) -> TrainState:
-        """A fresh state around given parameters."""
+        """A new state with these parameters."""
         trained = {name: w for name, w in parameters.items() if not self.param_specs[name].statistic}
         optimizer = self.step_function.optimizer.init(trained)
         return TrainState(parameters, optimizer, loss_scale.start(self.experiment.precision))
 
     def dtype_of(self, spec: sharding.ParamSpec) -> Any:
-        """The dtype at rest: of running statistics float32 or wider, of counts int32."""
+        """The stored dtype: float32 or wider for running statistics, int32 for counts."""
         parameters = jnp.dtype(self.experiment.precision.parameters)
         if not spec.statistic:
             return parameters
@@ -214,7 +214,7 @@ class Program:
     # ---- compiled functions
 
     def initialize(self) -> TrainState:
-        """The starting state, born sharded: no device holds more than its share."""
+        """The starting state, created sharded: no device holds more than its shards."""
         state = jax.jit(self.initial, out_shardings=self.state_shardings)()
         ordered: TrainState = self.placement.to_device_order(state)
         return ordered
@@ -283,7 +283,7 @@ class Program:
 
     @cached_property
     def forward(self) -> Any:
-        """(parameters, tokens or images as devices hold them) -> their logits, jitted."""
+        """(parameters, tokens or images in device order) -> logits, jitted."""
 
         def function(parameters: Arrays, inputs: jax.Array) -> jax.Array:
             step = self.evaluation

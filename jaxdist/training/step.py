@@ -29,7 +29,7 @@ Arrays = dict[str, jax.Array]
 
 
 class TrainState(NamedTuple):
-    """All that training carries from step to step, laid out as the strategy says."""
+    """All that training carries from step to step, sharded as the strategy says."""
 
     parameters: Any
     optimizer: Any
@@ -73,7 +73,7 @@ class Step:
         return self.update(state, gradients, statistics, loss, norm), metrics
 
     def gradient(self, state: TrainState, batch: Batches) -> tuple[jax.Array, Arrays, Arrays]:
-        """Loss of the global batch, its gradient in the optimizer's layout, and the running statistics after it."""
+        """Loss of the global batch [], its gradient in the optimizer's layout, and the new running statistics."""
         scale = loss_scale.factor(state.scaling)
         loss, gradients, statistics = self.accumulate(state.parameters, batch, scale)
         return loss, jax.tree.map(lambda g: (g / scale).astype(g.dtype), self.reduce(gradients)), statistics
@@ -119,8 +119,8 @@ class Step:
         stages: Stages = one_stage,
         **extra: jax.Array,
     ) -> ModelOutput:
-        """The model's output for this device's rows. `extra`: further arguments of its call, such as targets in
-        chunks. Raises ConfigError for what the code of a plugin's family raises."""
+        """The model's output for this device's rows. `extra`: further arguments of its call, such as targets in chunks.
+        Raises ConfigError for errors of a plugin's family."""
         parallel = replace(self.parallel, stages=stages)
         with running(FAMILIES, self.family, "model"):
             output = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **extra)
@@ -166,12 +166,12 @@ class Step:
         return lax.psum(loss, LOSS_AXES), gradients, self.parallel.from_first_replica(after)
 
     def microbatches(self, batch: Batches) -> Batches:
-        """This device's rows, those of each microbatch by themselves: [microbatches, rows, ...]."""
+        """This device's rows by microbatch: [microbatches, rows, ...]."""
         parts: Batches = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
         return parts
 
     def grad_accumulators(self) -> Arrays:
-        """Zeros in the layout of the gradients, to be accumulated into."""
+        """Zeros in the layout of the gradients, to accumulate into."""
         mesh = {axis: lax.axis_size(axis) for axis in AXES}
         sharded, dtype = self.parallel.strategy.gradients, self.parallel.precision.parameters
 
@@ -197,7 +197,7 @@ class Step:
         return {name: one(self.param_specs[name], g) for name, g in gradients.items()}
 
     def norm(self, gradients: Arrays) -> jax.Array:
-        """Global L2 norm: each sum of squares is added over exactly the axes on which its pieces differ."""
+        """Global L2 norm []: each sum of squares is added over exactly the axes that split the gradient."""
         alike: dict[frozenset[str], list[jax.Array]] = {}
         for g in gradients.values():  # axes of one device aside: fewer sums are fewer kernels to compile
             split = frozenset(axis for axis in varying_axes(g) if lax.axis_size(axis) > 1)
@@ -206,7 +206,7 @@ class Step:
         return jnp.sqrt(sum(lax.psum(total, tuple(sorted(varying_axes(total)))) for total in sums))
 
     def shard_params(self, parameters: Arrays) -> Arrays:
-        """Parameters in the optimizer's layout: each fsdp device's own piece, where it is not that already."""
+        """Parameters in the optimizer's layout: this device's shard over fsdp, if they are not sharded already."""
         if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
             return parameters
 

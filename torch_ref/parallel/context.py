@@ -32,32 +32,32 @@ class Context:
         """Prepare the process, once, before the first pass."""
 
     def order(self, length: int) -> np.ndarray:
-        """All times [T], those of the first rank first."""
+        """Indices of all times [T], those of the first rank first."""
         return np.arange(length)
 
     def own(self, length: int) -> np.ndarray:
-        """This rank's times [T/n]."""
+        """Indices of this rank's times [T/n]."""
         return np.split(self.order(length), self.size)[self.index]
 
     def rows(self, table_TD: Tensor) -> Tensor:
-        """The rows of this rank's times, of a table of all."""
+        """Rows [T/n, ...] of this rank's times, of a table [T, ...]."""
         return table_TD.chunk(self.size)[self.index]
 
     def first(self, x: Tensor) -> int:
-        """The time of the first of this rank's x [B, T, ...]."""
+        """Index of the first time of this rank's x [B, T/n, ...]."""
         return self.index * x.shape[TIME]
 
     def gather_sequence(self, x_BT: Tensor) -> Tensor:
-        """x [B, S, ...] of all times."""
+        """All-gather x [B, T/n, ...] to [B, T, ...], sorted by time."""
         return x_BT
 
     def across(self, q_BT: Tensor, k_BT: Tensor, v_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's queries, and the keys and values that they see, as `attend` takes them."""
+        """This rank's queries, and the keys and values that they attend to, as arguments of `attend`."""
         return q_BT, self.gather_sequence(k_BT), self.gather_sequence(v_BT)
 
 
 class Gathered(Context):
-    """Each rank's own times, over the axis of a one-dimensional mesh."""
+    """Each rank's own times, all-gathered for attention over the axis of a one-dimensional mesh."""
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh, self.index, self.size = mesh, mesh.get_local_rank(), mesh.size()
@@ -69,7 +69,7 @@ class Gathered(Context):
 
 
 class Ring(Gathered):
-    """torch's context parallelism: its fused attention of tensors that are split over time goes round."""
+    """torch's context parallelism: fused attention on DTensors that are split over time."""
 
     def begin(self) -> None:
         """Enable torch's ring for attention on DTensors."""
@@ -96,15 +96,15 @@ class Ring(Gathered):
 
 
 def context(experiment: Experiment, mesh: DeviceMesh) -> Context:
-    """The row for the axis `context` of a mesh."""
+    """Context-parallel implementation for the axis `context` of a mesh."""
     if axis_size(mesh, "context") == 1:
         return Context()
     return (Ring if rings(experiment, mesh.device_type) else Gathered)(mesh["context"])
 
 
 def rings(experiment: Experiment, device: str) -> bool:
-    """Whether torch has a ring for a config: of fused attention in 16 bits on GPUs, without a window, of heads that its
-    kernels take as they are."""
+    """Whether torch's ring supports a config: fused attention in 16 bits on GPUs, without a window, with heads of a
+    width that its kernels accept."""
     e = experiment
     narrow, size = e.precision.compute in ("bfloat16", "float16"), e.model.head_dim
     fused = narrow and 0 < size <= 256 and size % 8 == 0 and not e.model.window

@@ -21,7 +21,7 @@ Rows = Callable[[Tensor, list[int]], Tensor]  # rows [N, D] sorted by expert, an
 
 
 class Dispatch:
-    """All experts on this rank, whose tokens are those of no other, or of one of `groups`."""
+    """All experts on this rank; `groups` are those over which tokens differ."""
 
     def __init__(self, *groups: dist.ProcessGroup, part: tuple[int, int] = (0, 1)):
         """`part`: (index, number) of the parts of times that tensor ranks have under sequence parallelism."""
@@ -42,12 +42,12 @@ class Dispatch:
         return experts(x_ND, count_E.tolist())
 
     def slice_sequence(self, x_BT: Tensor) -> Tensor:
-        """The times of x [B, T, ...] that this rank's router sees."""
+        """The times of x [B, T, ...] that this rank's router sees, [B, T/t, ...]."""
         index, number = self.part
         return x_BT.chunk(number, dim=1)[index]
 
     def sum_over_tokens(self, sums: Tensor) -> Tensor:
-        """Sums over the microbatch of all ranks. No gradient goes through it."""
+        """All-reduce sums over the microbatch on all ranks. Not differentiable."""
         sums = sums.detach().clone()
         for group in self.groups:
             dist.all_reduce(sums, group=group)
@@ -55,7 +55,7 @@ class Dispatch:
 
 
 class AllToAll(Dispatch):
-    """Each rank's own experts, over the axis of a one-dimensional mesh."""
+    """Experts split over the axis of a one-dimensional mesh."""
 
     def __init__(self, mesh: DeviceMesh, *groups: dist.ProcessGroup, part: tuple[int, int] = (0, 1)):
         super().__init__(*groups, part=part)
@@ -74,12 +74,12 @@ class AllToAll(Dispatch):
 
 
 def own(weight: Tensor) -> Tensor:
-    """This rank's part of the weights of all experts."""
+    """This rank's shard of the weights of experts."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold the experts of a block: those that have a Dispatch for their `rows`."""
+    """Modules that hold the experts of a block: those with a Dispatch and `rows`."""
     holders = [module for module in model.modules() if isinstance(getattr(module, "dispatch", None), Dispatch)]
     return [module for module in holders if hasattr(module, "rows")]
 
@@ -112,7 +112,7 @@ def spread(experts: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
 
 
 def check(experiment: Experiment, axes: dict[str, int]) -> None:
-    """Raises ConfigError for what torch has no part for."""
+    """Raises ConfigError for settings that torch does not support."""
     row = experiment.parallel.row
     if axes["expert"] > 1 and row.splits_update:
         raise ConfigError(

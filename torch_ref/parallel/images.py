@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 
 class Images:
-    """This rank's own."""
+    """Statistics of this rank's images alone."""
 
     def sum_over_images(self, sums: Tensor) -> Tensor:
-        """Sums over the images that are normalized together."""
+        """Sums [C] over the images normalized together."""
         return sums
 
     def normalized_together(self, own: int) -> int:
@@ -40,7 +40,7 @@ class AllImages(Images):
 
 
 class AllReduce(torch.autograd.Function):
-    """A sum over ranks, whose gradient is the sum of theirs."""
+    """All-reduce whose gradient is all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -55,7 +55,7 @@ class AllReduce(torch.autograd.Function):
 
 
 def reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks; `x` is unchanged."""
+    """All-reduce of a copy of x."""
     total = x.clone()
     dist.all_reduce(total, group=group)
     return total
@@ -63,6 +63,6 @@ def reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def statistics_from_first_replica(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks the running statistics of the first, as DDP's `broadcast_buffers` does before a forward pass."""
+    """Broadcast the first rank's running statistics, as DDP's `broadcast_buffers` does before a forward pass."""
     for _, buffer in model.named_buffers():
         dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)

@@ -11,12 +11,12 @@ TOKENS = ("data", *SHARDS)  # those over which tokens differ, and so gradients a
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Devices along a named axis."""
+    """Number of devices along a named axis."""
     return mesh[axis].size()
 
 
 def rank_over(mesh: DeviceMesh, *axes: str) -> tuple[int, int]:
-    """This rank's place along several axes taken as one, the last the fastest, and how many there are."""
+    """(rank, size) of this process over several axes taken as one, the last varying fastest."""
     place, size = 0, 1
     for axis in axes:
         place, size = place * axis_size(mesh, axis) + mesh.get_local_rank(axis), size * axis_size(mesh, axis)
@@ -24,6 +24,6 @@ def rank_over(mesh: DeviceMesh, *axes: str) -> tuple[int, int]:
 
 
 def over(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """The one-dimensional mesh over several axes, called by the names of those that have more than one device."""
+    """One-dimensional mesh over several axes, named by those that have more than one device."""
     several = [axis for axis in axes if axis_size(mesh, axis) > 1] or [axes[0]]
     return mesh[several[0]] if len(several) == 1 else one_dimensional(mesh[tuple(several)], "+".join(several))

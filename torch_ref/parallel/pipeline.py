@@ -32,7 +32,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # of logits and targets of a microbat
 
 
 def check(experiment: Experiment, axes: dict[str, int]) -> None:
-    """Raises ConfigError for what torch has no part for."""
+    """Raises ConfigError for settings that torch does not support."""
     stages, parallel, model = axes["pipeline"], experiment.parallel, experiment.model
     microbatches = experiment.train.accumulation
     if stages == 1:
@@ -72,7 +72,7 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
 
 
 def part(model: nn.Module, index: int, parts: int) -> nn.Module:
-    """The index-th of the parts of `model`, whose modules keep their names; what other parts have is None."""
+    """Part `index` of `model`: modules keep their names, and those of other parts are None."""
     layers = model.get_submodule("layers")
     count = len(list(layers.children())) // parts
     for name, _ in list(layers.named_children()):
@@ -87,12 +87,12 @@ def part(model: nn.Module, index: int, parts: int) -> nn.Module:
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that a microbatch calls: a pipeline's parts one by one, or the model inside of DDP."""
+    """Modules that a microbatch calls: each of a pipeline's parts, or the model inside of DDP."""
     return list(model) if isinstance(model, Pipeline) else [getattr(model, "module", model)]
 
 
 class Pipeline(nn.ModuleList):
-    """This rank's parts of a model, laid out already, and how microbatches go through them."""
+    """This rank's parts of a model, laid out already, and the schedule of microbatches."""
 
     def __init__(self, parts: list[nn.Module], experiment: Experiment, mesh: DeviceMesh):
         super().__init__(parts)
@@ -117,7 +117,7 @@ class Pipeline(nn.ModuleList):
         self.tied = self._ends(mesh) if e.model.tied else None
 
     def _ends(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """The group of the first and the last rank of this pipeline; None in between. Made by all ranks."""
+        """Process group of the first and the last rank of this pipeline; None in between. Called by all ranks."""
         own = None
         for pipeline in mesh.mesh.flatten(1).T.tolist():
             group = dist.new_group([pipeline[0], pipeline[-1]])
@@ -151,7 +151,7 @@ class Pipeline(nn.ModuleList):
         return self[0 if self.first else -1].get_parameter("embed.weight")
 
     def counted(self) -> Iterator[nn.Parameter]:
-        """The parameters, a tied embedding on the first rank alone."""
+        """Parameters; a tied embedding on the first rank alone."""
         again = id(self.embedding) if self.tied and not self.first else None
         return (p for p in self.parameters() if id(p) != again)
 

@@ -38,7 +38,7 @@ def draw(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
 
 
 def extended(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """A tensor of the vocabulary with as many rows as `shape`: new ones are the mean of its own."""
+    """A tensor [V, ...] of the vocabulary with as many rows as `shape`: new rows are the mean of the others."""
     if tensor.shape[:1] == shape[:1]:  # counts, which have no rows, among them
         return tensor
     mean = tensor.mean(0, dtype=torch.float64).to(tensor.dtype)
@@ -53,26 +53,26 @@ def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and running statistics, named as `named` does: all that a checkpoint keeps of a model."""
+    """Parameters and running statistics, by the names of `named`: the tensors of a checkpoint."""
     yield from named(model)
     for name, buffer in model.named_buffers():
         yield name.removeprefix("module."), buffer
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters with the names that they have in the plain model, inside of DDP and in parts too."""
+    """Parameters by their names in the plain model, also inside of DDP and in pipeline parts."""
     for name, parameter in model.named_parameters():
         yield re.sub(r"^(module|\d+)\.", "", name), parameter
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor`; shares its memory, outside the autograd graph."""
+    """This rank's shard of `tensor`; shares its memory, outside the autograd graph."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def place(tensor: Tensor) -> tuple[slice, ...]:
-    """Slices of this rank's piece in the whole tensor."""
+    """Slices of this rank's shard within the unsharded tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

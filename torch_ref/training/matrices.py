@@ -36,7 +36,8 @@ def kept(parameter: Tensor, kind: str) -> Tensor:
 
 
 class Pieces:
-    """The parameters of which an optimizer's tensors are this rank's pieces; those that it does not have are whole.
+    """The parameters to which an optimizer's local tensors belong; a tensor that it does not have is unsharded.
+    Products of matrices are computed in `dtype`.
 
     `dtype` is what products of their matrices are computed in.
     """
@@ -60,7 +61,7 @@ class Pieces:
         return math.sqrt(self.mean(piece, x * x).item())
 
     def gathered(self, piece: Tensor, x: Tensor) -> Tensor:
-        """All of what `x` is of, as `piece` is."""
+        """The unsharded tensor of `x`, which is sharded as `piece` is."""
         parameter = self.parameters.get(piece, piece)
         if not isinstance(parameter, DTensor):
             return x
@@ -69,7 +70,7 @@ class Pieces:
         return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
     def piece_of(self, piece: Tensor, whole: Tensor) -> Tensor:
-        """This rank's piece of it."""
+        """This rank's shard of the unsharded `x`."""
         return whole[place(self.parameters.get(piece, piece))]
 
 

@@ -28,7 +28,7 @@ def utilization(experiment: Experiment, model: nn.Module, mesh: DeviceMesh, toke
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Numbers in the whole model, a tied one once."""
+    """Number of trained parameters of the model, a tied one once."""
     return sum(p.numel() for p in model.parameters())
 
 
@@ -38,7 +38,7 @@ def schedule(o: Optimizer, steps: int) -> dict[int, float]:
 
 
 def median_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """The median after the warm-up; None without a step."""
+    """Median of a field after the warm-up; None without records."""
     values = [record[name] for record in records]
     return statistics.median(values[WARM_UP:] or values) if values else None
 

@@ -53,7 +53,8 @@ def learning_rate(o: Config, steps: int, step: int) -> float:
 
 
 def clip(parameters: Iterable[nn.Parameter], largest: float, norm: Tensor | None = None) -> Tensor:
-    """Scale gradients by min(1, largest / (norm + 1e-6)), as `clip_grad_norm_` does; 0 leaves them alone.
+    """Scale gradients by min(1, largest / (norm + 1e-6)), as `clip_grad_norm_` does; `largest` = 0 disables it. Returns
+    the global L2 norm before the clip: `norm`, if gradients are spread over stages.
 
     Returns the global L2 norm before the clip: `norm`, where they are not all here.
     """
@@ -88,7 +89,7 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of β1·m + (1-β1)·g, where m itself decays by β2 (arXiv:2302.06675, algorithm 2); torch has none."""
+    """Sign of β1·m + (1-β1)·g; m decays by β2 (arXiv:2302.06675, algorithm 2). torch has none."""
 
     def __init__(self, groups: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0):
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -155,7 +156,7 @@ def lion(o: Config) -> dict[str, Any]:
 
 
 def grouped(o: Config, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """The groups that the rule is made of: matrices decay and come first."""
+    """Parameter groups of the rule: matrices decay and come first."""
     by_place = [
         {
             "params": [t for name, t in parameters.items() if applies_to(ParamRole.in_torch(name, t.ndim))],
@@ -168,7 +169,7 @@ def grouped(o: Config, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]
 
 
 class Optimizer:
-    """An update rule over the pieces of parameters that lie on this rank, its state by parameter name.
+    """An update rule over this rank's shards of parameters, with its state by parameter name.
 
     Decay on parameters of two or more dimensions. The update is elementwise, so it runs on plain local tensors under
     every strategy. With ZeRO-1 a rank of the axis `fsdp` holds the state of, and updates, some whole parameters, and
@@ -223,7 +224,7 @@ class Optimizer:
                 local(state[EMA]).copy_(self.locals[name])
 
     def unscale(self) -> float | None:
-        """Divide every `.grad` by the loss scale. Returns that, None where the loss is not scaled."""
+        """Divide every `.grad` by the loss scale. Returns the scale; None if the loss is not scaled."""
         for name, parameter in self.parameters.items():
             self.locals[name].grad = None if parameter.grad is None else local(parameter.grad)
         self.scaler.unscale_(self.optimizer)
@@ -260,7 +261,7 @@ class Optimizer:
 
     @property
     def scaling(self) -> dict[str, Tensor]:
-        """The loss scale, and how many steps in a row were good since it changed; nothing where there is none."""
+        """Loss scale, and number of consecutive finite steps since it changed; empty without scaling."""
         state = self.scaler.state_dict()
         return {key: torch.tensor(state[name]) for key, name in SCALING.items()} if state else {}
 

@@ -63,7 +63,7 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> n
 
 
 def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
-    """A whole model, or one part of a pipeline's."""
+    """Lay out a model, or one part of a pipeline's."""
     if axis_size(mesh, "tensor") > 1:
         tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
     expert_parallel(model, mesh, experiment.parallel.sequence)
@@ -106,8 +106,8 @@ class Replicated(ParallelStyle):
 
 
 class Entered(ParallelStyle):
-    """Makes a module's first input one DTensor, whole on every rank, for all projections that read it: their input
-    gradients are summed in one all-reduce. Its other inputs are left alone. `layout` is that of the plain input."""
+    """Makes a module's first input one DTensor, replicated, for all projections that read it: their input gradients are
+    summed in one all-reduce. Its other inputs are unchanged. `layout` is that of the plain input."""
 
     def __init__(self, layout: Placement):
         super().__init__()
@@ -172,7 +172,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
 
 
 def context_parallel(model: nn.Module, row: Context) -> None:
-    """Times over the axis `context`: what a model does for its own alone, or for all, it asks its `context`."""
+    """Split times over the axis `context`: a model calls its `context` for operations over times."""
     row.begin()
     for module in model.modules():
         if isinstance(getattr(module, "context", None), Context):
@@ -180,7 +180,7 @@ def context_parallel(model: nn.Module, row: Context) -> None:
 
 
 def of_all_images(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Batch norms over the images of all ranks: torch's own on GPUs, all-reduced sums on the CPU."""
+    """Batch norms over the images of all ranks: torch's SyncBatchNorm on GPUs, all-reduced sums on the CPU."""
     norms = [module for module in model.modules() if isinstance(getattr(module, "images", None), Images)]
     if not norms:
         return model
@@ -224,7 +224,7 @@ def rematerialize(model: nn.Module, memory: Memory, pinned: bool = False) -> Non
 
 
 def saved_on_host(forward: Any, pinned: bool) -> Any:
-    """`forward`, whose tensors saved for the backward pass wait on the host."""
+    """`forward`, with tensors saved for the backward pass in host memory."""
 
     def saving(*inputs: Any) -> Any:
         with save_on_cpu(pin_memory=pinned):
@@ -234,7 +234,7 @@ def saved_on_host(forward: Any, pinned: bool) -> Any:
 
 
 def check_offload(experiment: Experiment) -> None:
-    """Raises ConfigError where torch has nothing that offloads as `memory.offload` says."""
+    """Raises ConfigError if torch cannot offload as `memory.offload` says."""
     memory, parallel = experiment.memory, experiment.parallel
     setting = f"memory.offload = {','.join(memory.offload)}"
     state = {"optimizer", "parameters"}.intersection(memory.offload)
@@ -346,7 +346,7 @@ def of_experts(experts: nn.Module, mesh: DeviceMesh, replicated: bool) -> dict[s
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP2 gathered. It keeps the root's weights for a backward pass; an evaluation has none."""
+    """Free the parameters that FSDP2 gathered. It keeps the root's for a backward pass, which an evaluation has not."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -372,7 +372,7 @@ def batch_mesh(mesh: DeviceMesh, replicated: bool, axes: tuple[str, ...]) -> Dev
 
 
 def sum_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's communication hook, a sum where the default is the mean."""
+    """DDP's communication hook: a sum in place of the default mean."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     total: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
     return total
@@ -380,7 +380,7 @@ def sum_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
 
 @contextmanager
 def microbatch(model: nn.Module, parallel: Parallel, last: bool) -> Iterator[None]:
-    """Around forward and backward of a microbatch: which gradients cross devices now, which wait.
+    """Context manager for forward and backward of a microbatch: which gradients are reduced now, and which later.
 
     DDP and `replicate` send once a step. FSDP2 reduce-scatters every microbatch, unless parallel.reduce =
     step; its all-reduce between replicas (HSDP) waits for the last. Gathered parameters are kept until the last,

@@ -42,7 +42,7 @@ class Values(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether the step could be taken."""
+        """Whether loss and norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -101,7 +101,7 @@ def keep_statistics(program: Program, model: nn.Module, before: list[Tensor], up
 
 
 def microbatches(batch: Rows, parts: int) -> Iterator[Rows]:
-    """This rank's rows, those of each microbatch by themselves."""
+    """This rank's rows by microbatch."""
     return starmap(Rows, zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True))
 
 
@@ -124,7 +124,7 @@ def nats(logits: Tensor, targets: Tensor, model: Model | None) -> Tensor:
 
 
 def norm_over_stages(model: nn.Module) -> Tensor | None:
-    """The gradients' norm over all stages of a pipeline; None without one."""
+    """L2 norm of the gradients of all stages of a pipeline; None without one."""
     if not isinstance(model, Pipeline):
         return None
     square = global_norm(p.grad for p in model.counted() if p.grad is not None).square()
@@ -133,14 +133,14 @@ def norm_over_stages(model: nn.Module) -> Tensor | None:
 
 
 def sum_over_batch(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`value` summed over the axes that split rows and times of the batch, in place."""
+    """All-reduce `value` in place over the axes that split rows and times of the batch."""
     for axis in TOKENS:
         dist.all_reduce(value, group=mesh.get_group(axis))
     return value
 
 
 def sum_over_parts(loss: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Parts of a loss summed over the batch and over stages, of which the last has them, in place."""
+    """All-reduce parts of a loss in place over the batch and over stages, of which the last has them."""
     dist.all_reduce(loss, group=mesh.get_group("pipeline"))
     return sum_over_batch(loss, mesh)
 
