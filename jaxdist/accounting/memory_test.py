@@ -225,8 +225,8 @@ def test_peaks_of_ordinary_configurations() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_kept_activations_are_counted(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form counts what a rematerialization mode keeps, not what the program happens to hold."""
+def test_activations_kept_beyond_the_mode_are_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the program keeps activations that its mode of rematerialization drops."""
     e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode, "data.sequence": 256})
     predicted = footprint(e).total
     monkeypatch.setitem(rematerialization.POLICIES, mode, rematerialization.POLICIES["none"])

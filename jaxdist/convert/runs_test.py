@@ -106,7 +106,7 @@ class TestBuffers:
 
 
 def test_a_run_from_a_torch_file_converts_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run from a torch file converts without torch installed, except to torch's kinds."""
+    """To a Hugging Face folder; targets that keep torch's extras need torch."""
     pytest.importorskip("torch")
     source = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen3ForCausalLM"]))
     main([str(source), str(tmp_path / "run")])

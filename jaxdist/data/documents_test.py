@@ -222,8 +222,8 @@ TEXT_FILES = {
 
 
 @pytest.mark.parametrize("name", TEXT_FILES)
-def test_packed_text_is_read_like_plain_text(tmp_path: Path, name: str) -> None:
-    """Packing adds no newline at its end."""
+def test_text_of_any_encoding_or_compression_is_read(tmp_path: Path, name: str) -> None:
+    """Text files are joined without adding a newline."""
     (tmp_path / name).write_bytes(TEXT_FILES[name])
     assert read(tmp_path / name) == TEXT.encode()
     (tmp_path / "z.txt").write_text("last")

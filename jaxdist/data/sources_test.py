@@ -208,7 +208,7 @@ def begun_earlier(path: Path, identity: str | None, *names: str) -> str:
 
 @pytest.mark.parametrize("size", [50, 6000])
 def test_data_in_another_order_are_others(tmp_path: Path, size: int) -> None:
-    """Lines of one length reordered, as by an editor or a shuffle; and one changed byte of few."""
+    """Lines of one length reordered, as by an editor or a shuffle; and one changed byte in a small file."""
     texts = [{"text": f"line {number:08} " * 20} for number in range(size)]
     file = lines(tmp_path / "a.jsonl", *texts)
     before = open_stream(Data(path=str(file)), 512).fingerprint

@@ -75,7 +75,7 @@ def test_a_record_is_of_the_step_that_trains(batches: Any) -> None:
 
 
 def test_activation_gradients_are_derivatives(batches: Any) -> None:
-    """The gradient of the last block's output times a small change of it gives the loss's change."""
+    """The gradient of v_proj's output, summed over tokens, is the gradient of its bias."""
     made = program("1x1")
     record = recorded(made, batches)
     bias = record["activation_gradient/layers.1.attention.v_proj"].sum((0, 1))

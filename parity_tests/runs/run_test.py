@@ -113,7 +113,7 @@ BAD: dict[Callable[[Run], None], str] = {
 
 
 def test_names_that_are_not_the_models(tmp_path: Path) -> None:
-    """Reported by tensor before anything is run; the prefixes of DDP, FSDP1 and torch.compile are stripped."""
+    """Reported by tensor before anything is run; the prefixes of DDP, FSDP1 and torch.compile are accepted."""
     small = {"vocab": 8, "dim": 4, "hidden": 4, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 2}
     param_specs = models.param_specs(models.build(Experiment.parse({"model": small}, source="test").model))
     right = names.as_torch({name: np.ones(spec.shape, np.float32) for name, spec in param_specs.items()})
