@@ -190,6 +190,7 @@ def test_copied_slices_are_caught(devices: int, monkeypatch: pytest.MonkeyPatch)
     assert scratch(f"{devices}x1", "full") > allowed(devices)
 
 
+@pytest.mark.slow
 def test_same_numbers_in_every_mode(batches: Any) -> None:
     results = []
     for remat in ("none", "full", "selective"):

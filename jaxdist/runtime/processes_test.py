@@ -271,6 +271,7 @@ def test_two_processes_continue_a_run_of_one(one: Path, tmp_path: Path) -> None:
     assert curves < 1e-12 and states < 1e-10
 
 
+@pytest.mark.slow
 def test_processes_that_feed_the_same_rows_are_caught(planted: str, one: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     short = ["--steps", "1", "--checkpoint.every", "0", "--train.validation_batches", "0"]

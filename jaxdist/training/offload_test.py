@@ -94,6 +94,7 @@ def not_written_back(update: Any) -> Any:
     return wrong
 
 
+@pytest.mark.slow
 def test_moments_that_stay_on_the_device_are_found(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = train(tiny(**PAIR), batches, STEPS)
     monkeypatch.setattr(Step, "update", not_written_back(Step.update))

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.lax import Precision
 
-from jaxdist.conftest import MIXTRAL, slow, tiny
+from jaxdist.conftest import MIXTRAL, often, slow, tiny
 from jaxdist.data import IGNORED
 from jaxdist.families.llama import model as llama
 from jaxdist.families.loss import chunked
@@ -98,7 +98,7 @@ def in_chunks(chunks: int, mesh: str) -> Program:
     return Program(experiment, make_mesh(experiment, "cpu")[0])
 
 
-@pytest.mark.parametrize("mesh", ["pipeline=2,fsdp=2", *slow(["1x1", "2x2"])])
+@pytest.mark.parametrize("mesh", often(["1x1", "2x2", "pipeline=2,fsdp=2"], ["2x2"]))
 def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
     """Three padded chunks of a device's 80 or 160 tokens; dropping the last changes the loss."""
     batch, parameters = batches(tiny(), 1)[0], in_chunks(1, mesh).initialize().parameters

@@ -51,6 +51,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("zero1", {"mod
 
 
 @pytest.mark.parametrize(("mesh", "sections"), [("2x4", {}), *SLOW])
+@pytest.mark.slow
 def test_a_record_is_the_same_on_every_mesh(batches: Any, mesh: str, sections: dict[str, Any]) -> None:
     alone = {name: section for name, section in sections.items() if name != "memory"}
     found = distance(recorded(program(mesh, **sections), batches), recorded(program("1x1", **alone), batches))

@@ -49,7 +49,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("folder", "expected"),
         [
-            ("wrong", "batches: give one mapping"),
+            pytest.param("wrong", "batches: give one mapping", marks=pytest.mark.slow),
             pytest.param("/proc/nowhere", "folder /proc/nowhere: ", marks=pytest.mark.slow),
         ],
     )

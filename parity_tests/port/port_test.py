@@ -180,6 +180,7 @@ class TestMistakes:
         assert verdict.word == "not_equivalent"
         assert written["parting"]["tensor"] == "activation/vit.layers.0.attention.o_proj"
 
+    @pytest.mark.slow
     def test_at_a_later_step(self, tmp_path: Path) -> None:
         """One side clips inputs above 10, which only the fourth batch has: bisection finds the step."""
         port = vit(steps=6)

@@ -128,7 +128,7 @@ CASES = {
     "llm.c": Case("llm.c", ".", of_header),
     "llm.c, bytes": Case("llm.c, bfloat16", ".", head),
 }  # fmt: skip
-QUICK, LONG = 4, 600
+QUICK, LONG = 2, 600
 
 
 class Whole(NamedTuple):

@@ -131,7 +131,10 @@ def test_all_name_a_layers_tensor_alike(kind: str, bad: Path, train: Train, tmp_
         assert refused.returncode == 2 and message in refused.stderr, refused.stderr
 
 
-@pytest.mark.parametrize(("side", "kind", "name"), [("jaxdist", "orbax", "embedding"), ("torch_ref", "dcp", "weight")])
+@pytest.mark.parametrize(
+    ("side", "kind", "name"),
+    [pytest.param("jaxdist", "orbax", "embedding", marks=pytest.mark.slow), ("torch_ref", "dcp", "weight")],
+)
 def test_moments_are_refused_and_the_advice_works(
     side: str, kind: str, name: str, run: Path, train: Train, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "data": plugins_test.CONFIG["data"],
     "train": {"steps": 6, "batch": 8, "validation_batches": 2},
     "optimizer": {"learning_rate": 0.01, "warmup": 2, "clip": 0.5},
-    "parallel": {"mesh": "2x4"},
+    "parallel": {"mesh": "2x2"},
     "precision": {"policy": "fp64"},
 }  # fmt: skip
 

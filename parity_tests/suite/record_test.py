@@ -40,8 +40,9 @@ ALIKE = {"optimizer.beta2", "model.norm_eps", "model.rope_scaling"}
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
+        ("llama", MESHES["1x1"]),
         pytest.param("llama", {"mesh": "2x2"} | VARIANTS["accumulation"], marks=pytest.mark.slow),
-        ("gpt2", MESHES["zero1"] | VARIANTS["full"]),
+        pytest.param("gpt2", MESHES["zero1"] | VARIANTS["full"], marks=pytest.mark.slow),
         pytest.param("llama", MESHES["sequence"], marks=pytest.mark.slow),
     ],
 )

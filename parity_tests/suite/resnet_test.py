@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 SIDES = ("jaxdist", "torch_ref")
 ACCUMULATION = {"train.accumulation": 2}
 RECORD = {"record.steps": "1,3", "record.tensors": "all"}
-QUICK: dict[str, Any] = {"mesh": "4x1", **ACCUMULATION, **RECORD}
+QUICK: dict[str, Any] = {"mesh": "2x1", **ACCUMULATION, **RECORD}
 SLOW: dict[str, dict[str, Any]] = {
     "ddp": {"mesh": "4x1", "strategy": "ddp"},
     "ddp, accumulation": {"mesh": "4x1", "strategy": "ddp", **ACCUMULATION},

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxdist.conftest import often
 from jaxdist.runs.folder import read_metrics
 from parity_tests.runs.forkserver import TRAIN
 from parity_tests.runs.run import SIDES, command
@@ -13,7 +14,7 @@ from parity_tests.suite.kill_test import TINY
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
 def test_a_run_goes_on_by_its_own_config(side: str, tmp_path: Path) -> None:
     straight, again = tmp_path / "straight", tmp_path / "again"
     fields = ["--precision", "fp64", "--checkpoint.every", "2", "--steps", "4", "--optimizer.learning_rate", "0.02"]

@@ -177,6 +177,7 @@ def renewed(folder: Path) -> tuple[list[set[int]], set[int]]:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_ranks_are_renewed(tmp_path: Path) -> None:
     """Old ranks would keep the threads of all their process groups."""
     with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # ranks are forked, and this process may have threads

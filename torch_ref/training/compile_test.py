@@ -37,21 +37,19 @@ nn.Module.compile = refused
 """
 
 
+def test_the_compiler_is_called(train: Train) -> None:
+    with pytest.raises(AssertionError, match="compiles"):
+        train(f"{ONE} --train.compile true", before=COMPILING + UNCOMPILED)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "line",
-    [
-        f"{ONE} {CHUNKS}",
-        pytest.param(ONE, marks=pytest.mark.slow),
-        *(pytest.param(f"--mesh 2x1 --strategy {s}", marks=pytest.mark.slow) for s in ("ddp", "fsdp")),
-        pytest.param(f"--mesh 2x1 {CHUNKS}", marks=pytest.mark.slow),
-    ],
+    "line", [ONE, f"{ONE} {CHUNKS}", "--mesh 2x1 --strategy ddp", "--mesh 2x1 --strategy fsdp", f"--mesh 2x1 {CHUNKS}"]
 )
 def test_a_compiled_model_stays_compiled_and_has_the_numbers_of_an_eager_one(train: Train, line: str) -> None:
     compiled = train(f"{line} --train.compile true", before=COMPILING + STAYS)
     curves, states = distance(compiled, train(ONE))
     assert curves < 1e-12 and states < 1e-10
-    with pytest.raises(AssertionError, match="compiles"):  # the compiler is called
-        train(f"{line} --train.compile true", before=COMPILING + UNCOMPILED)
 
 
 @pytest.mark.slow
