@@ -17,18 +17,14 @@ from jaxdist.config.registry import FAMILIES
 ROOT = Path(__file__).resolve().parents[1]
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
-# Rooms of each package, from the lowest floor up. A module imports its own room and those on lower floors. `.` are the
-# modules at the package's root: its commands.
+# Rooms of each package, from the lowest floor up: as few floors as the imports allow. A module imports its own room and
+# those on lower floors. `.` are the modules at the package's root: its commands.
 FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "jaxdist": (
         ("config",),
-        ("family rows",),
-        ("runs",),
-        ("formats",),
-        ("family names",),
-        ("command_line", "data"),
-        ("ops", "runtime"),
-        ("parallel",),
+        ("family rows", "ops", "runs"),
+        ("formats", "runtime"),
+        ("command_line", "data", "family names", "parallel"),
         ("accounting",),
         ("families",),
         ("training",),
@@ -37,8 +33,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("bench",),
     ),
     "torch_ref": (
-        ("family rows",),
-        ("runtime",),
+        ("family rows", "runtime"),
         ("parallel",),
         ("families",),
         ("formats",),
@@ -46,14 +41,26 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("accounting",),
         (".",),
     ),
-    "parity_tests": (("runs",), ("expected",), ("proof",), ("report",), ("port", "."), ("validation",), ("examples",)),
+    "parity_tests": (("runs",), ("expected",), ("proof",), ("report", "validation"), ("port", "."), ("examples",)),
 }
 # Rooms of jaxdist that both sides import.
 NEUTRAL = ("config", "runs", "formats", "command_line", "data", "family rows", "family names")
-# Modules of `families` that import no framework form rooms of their own, by the last part of their names.
+# A family is one folder. Its modules that import no framework form rooms of their own.
 PARTS_OF_FAMILIES = {
-    "config": "family rows", "registry": "family rows", "rows": "family rows", "huggingface": "family names"
-}  # fmt: skip
+    r"families\.(rows|registry|\w+\.config)": "family rows",
+    r"families\.\w+\.huggingface": "family names",
+}
+# The exception: rooms that name modules of higher floors in strings, imported on first use. They are the rows of
+# registries, and names of `jaxdist.config` that have moved.
+NAMED_ABOVE = {
+    "jaxdist": {
+        "config": {"family rows", "runs", "command_line", "data", "accounting", "training"},
+        "family rows": {"families"},
+        "formats": {"convert"},
+    },
+    "torch_ref": {"family rows": {"families"}},
+    "parity_tests": {},
+}
 
 
 def source_files(folder: str) -> list[Path]:
@@ -92,8 +99,9 @@ def room_of(name: str) -> str:
     `jaxdist.families.llama.config`."""
     package, _, rest = name.partition(".")
     room = rest.partition(".")[0]
-    if room == "families":
-        return next((PARTS_OF_FAMILIES[part] for part in rest.split(".") if part in PARTS_OF_FAMILIES), room)
+    for pattern, part in PARTS_OF_FAMILIES.items():
+        if re.match(rf"{pattern}(\.|$)", rest):
+            return part
     return room if (ROOT / package / room / "__init__.py").is_file() and room else "."
 
 
@@ -115,6 +123,27 @@ def test_a_room_imports_rooms_on_lower_floors_alone(package: str) -> None:
         own = room_of(dotted(file))
         for room in rooms_imported(file, package) - {own}:
             assert floors[room] < floors[own], f"{file.relative_to(ROOT)} imports {room}"
+
+
+def named_modules(file: Path, package: str) -> set[str]:
+    """The modules of `package` that a file names in strings: "package.module" or "package.module:name"."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    names = {found[1] for text in texts if (found := re.fullmatch(r"([\w.]+?)\.?(?::\w+)?", text))}
+    inside = [(name, ROOT / name.replace(".", "/")) for name in names if name.startswith(f"{package}.")]
+    return {name for name, path in inside if path.is_dir() or path.with_suffix(".py").is_file()}
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_only_registries_name_modules_of_higher_floors(package: str) -> None:
+    floors = {room: floor for floor, rooms in enumerate(FLOORS[package]) for room in rooms}
+    found: dict[str, set[str]] = {}
+    for file in source_files(package):
+        own = room_of(dotted(file))
+        for room in map(room_of, named_modules(file, package)):
+            if own in floors and room != own and floors[room] >= floors[own]:
+                found.setdefault(own, set()).add(room)
+    assert found == NAMED_ABOVE[package]
 
 
 def modules() -> dict[str, set[str]]:
