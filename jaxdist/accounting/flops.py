@@ -8,7 +8,7 @@ from jaxdist.config import Experiment
 from jaxdist.parallel.sharding import ParamSpec
 
 
-def of_decoder(
+def decoder_flops(
     experiment: Experiment, param_specs: Mapping[str, ParamSpec], applied: Mapping[str, float] = {}
 ) -> float:
     """FLOPs of a step per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.

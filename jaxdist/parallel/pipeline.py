@@ -172,8 +172,8 @@ class Pipeline:
     def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
         """The same by `summed`; statistics pass through unchanged."""
 
-        def reported(*of_part: Any) -> tuple[jax.Array, jax.Array]:
-            scaled, (reported, _) = loss(*of_part)
+        def reported(*arguments: Any) -> tuple[jax.Array, jax.Array]:
+            scaled, (reported, _) = loss(*arguments)
             return scaled, reported
 
         gradients, total, none = start  # a pipeline's blocks have no statistics
@@ -316,8 +316,8 @@ class OneFOneB(Pipeline):
 
             x = jax.tree.map(lambda all: all[c, m % places], kept)
             (_, scaled), back, reported = jax.vjp(stage, accumulators, x, has_aux=True)
-            of_sent = only(self.stage(x, c).last, jax.tree.map(jnp.zeros_like, dy), dy)
-            gradients, dx = back((of_sent, jnp.ones_like(scaled)))
+            d_sent = only(self.stage(x, c).last, jax.tree.map(jnp.zeros_like, dy), dy)
+            gradients, dx = back((d_sent, jnp.ones_like(scaled)))
             return shift(only(busy, dx), -1), (self.add(total[0], gradients, c, busy), total[1] + only(busy, reported))
 
         def tick(carried: Any, t: jax.Array, begins: bool, ends: bool) -> tuple[Any, None]:

@@ -172,11 +172,11 @@ class Program:
         """PartitionSpecs of the state."""
         parameters = {n: spec.partition_spec(self.strategy.parameters) for n, spec in self.param_specs.items()}
 
-        def of_state(path: Any, array: jax.ShapeDtypeStruct) -> P:
+        def spec_of(path: Any, array: jax.ShapeDtypeStruct) -> P:
             spec = self.param_specs.get(getattr(path[-1], "key", ""))  # counts have no name of a parameter
             return spec.partition_spec(self.strategy.optimizer, array.shape) if spec else P()
 
-        optimizer = jax.tree_util.tree_map_with_path(of_state, self.shapes.optimizer)
+        optimizer = jax.tree_util.tree_map_with_path(spec_of, self.shapes.optimizer)
         return TrainState(parameters, optimizer, jax.tree.map(lambda _: P(), self.shapes.scaling))
 
     @cached_property

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_ref.parallel.mesh import OF_EXPERTS, SHARDS, TOKENS, over
+from torch_ref.parallel.mesh import EXPERT_SHARDS, SHARDS, TOKENS, over
 from torch_ref.runtime.compat import TorchDispatchMode, group_named, is_process_group
 
 KINDS = {
@@ -44,7 +44,7 @@ class Traffic(TorchDispatchMode):
         wide = [axis for axis, size in sizes.items() if size > 1]
         # Where one axis spans all ranks its group may be the default one: the narrower name is set last.
         self.axes = {dist.group.WORLD.group_name: "+".join(wide)} if dist.group.WORLD else {}
-        for axes in (TOKENS, SHARDS, ("data", *OF_EXPERTS), OF_EXPERTS, *((axis,) for axis in wide)):
+        for axes in (TOKENS, SHARDS, ("data", *EXPERT_SHARDS), EXPERT_SHARDS, *((axis,) for axis in wide)):
             part = over(mesh, *axes)
             self.axes[part.get_group().group_name] = "+".join(part.mesh_dim_names or ())
         self.axes |= {ends.group_name: "pipeline"} if ends else {}

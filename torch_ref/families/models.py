@@ -11,7 +11,7 @@ from jaxdist.config import ConfigError, Model
 from jaxdist.config.plugins import function, named, piece, running, twin
 from jaxdist.config.registry import FAMILIES as JAX_FAMILIES
 from torch_ref.families.registry import FAMILIES, Family
-from torch_ref.runtime.launch import of_collective
+from torch_ref.runtime.launch import is_collective_error
 
 
 def build(model: Model) -> nn.Module:
@@ -50,11 +50,11 @@ def computing(model: nn.Module) -> AbstractContextManager[None]:
     """Context manager for a forward pass of a module, or of a part of it. Raises ConfigError for errors of the code of
     a plugin's family."""
     family = getattr(config_of(model), "family", "")
-    return running(FAMILIES, family, "model", _of_the_machine) if family in FAMILIES else nullcontext()
+    return running(FAMILIES, family, "model", _is_machine_error) if family in FAMILIES else nullcontext()
 
 
-def _of_the_machine(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or of_collective(error)
+def _is_machine_error(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or is_collective_error(error)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

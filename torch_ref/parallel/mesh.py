@@ -6,7 +6,7 @@ from torch_ref.runtime.compat import one_dimensional
 
 BATCH = ("data", "fsdp", "expert")  # the mesh axes that split rows of the batch
 SHARDS = ("fsdp", "expert", "context")  # those that split what a strategy shards
-OF_EXPERTS = ("fsdp", "context")  # and of experts, which `expert` splits already
+EXPERT_SHARDS = ("fsdp", "context")  # the same for experts, which `expert` splits already
 TOKENS = ("data", *SHARDS)  # those over which tokens differ, and so gradients are summed
 
 

@@ -196,7 +196,7 @@ def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if not (of_collective(error) and any(sign in text for sign in (*SILENCE, *LOSS))):
+        if not (is_collective_error(error) and any(sign in text for sign in (*SILENCE, *LOSS))):
             raise
         silent = any(sign in text for sign in SILENCE)
         if of_start and not silent:
@@ -214,7 +214,7 @@ def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
         sys.exit(1)
 
 
-def of_collective(error: Exception) -> bool:
+def is_collective_error(error: Exception) -> bool:
     """Whether a collective raised an error, or torch's store."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 

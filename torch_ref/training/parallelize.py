@@ -43,7 +43,7 @@ from torch_ref.families.registry import FAMILIES, STYLES
 from torch_ref.parallel.context import Context, context
 from torch_ref.parallel.experts import AllToAll, Dispatch, experts_of, spread
 from torch_ref.parallel.images import AllImages, Images
-from torch_ref.parallel.mesh import OF_EXPERTS, SHARDS, TOKENS, axis_size, over
+from torch_ref.parallel.mesh import EXPERT_SHARDS, SHARDS, TOKENS, axis_size, over
 from torch_ref.parallel.pipeline import Pipeline, part
 from torch_ref.runtime.compat import FUSED_ATTENTION, SUMS, offload_policies, replicate
 
@@ -68,7 +68,7 @@ def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.M
         tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
     expert_parallel(model, mesh, experiment.parallel.sequence)
     if experiment.parallel.batch_norm == "global":
-        model = of_all_images(model, mesh)
+        model = normalize_over_ranks(model, mesh)
     if axis_size(mesh, "context") > 1:
         context_parallel(model, context(experiment, mesh))
     rematerialize(model, experiment.memory, pinned=mesh.device_type == "cuda")
@@ -179,7 +179,7 @@ def context_parallel(model: nn.Module, row: Context) -> None:
             module.context = row  # type: ignore[assignment]
 
 
-def of_all_images(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def normalize_over_ranks(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Batch norms over the images of all ranks: torch's SyncBatchNorm on GPUs, all-reduced sums on the CPU."""
     norms = [module for module in model.modules() if isinstance(getattr(module, "images", None), Images)]
     if not norms:
@@ -324,7 +324,7 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     for block in blocks(model):
         if axis_size(mesh, "expert") > 1:
             for experts in experts_of(block):
-                apply(experts, **(options | again | of_experts(experts, mesh, replicated)))
+                apply(experts, **(options | again | expert_arguments(experts, mesh, replicated)))
         apply(block, **options, **again)
     apply(model, **options)  # the root's own stay gathered: the backward pass starts with them
     if parallel.overlap and not replicated:
@@ -338,11 +338,11 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     return model
 
 
-def of_experts(experts: nn.Module, mesh: DeviceMesh, replicated: bool) -> dict[str, Any]:
+def expert_arguments(experts: nn.Module, mesh: DeviceMesh, replicated: bool) -> dict[str, Any]:
     """FSDP2's arguments for a block's experts, which one axis less shards: along D, as they are split along E and F."""
     along = {id(p): Shard(1 if name.startswith("down_proj") else 2) for name, p in experts.named_parameters()}
     placement = {} if replicated else {"shard_placement_fn": lambda p: along[id(p)]}
-    return {"mesh": batch_mesh(mesh, replicated, OF_EXPERTS), **placement}
+    return {"mesh": batch_mesh(mesh, replicated, EXPERT_SHARDS), **placement}
 
 
 def reshard(model: nn.Module) -> None:

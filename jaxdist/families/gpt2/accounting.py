@@ -4,7 +4,7 @@ from functools import partial
 
 from jaxdist.accounting.decoder import DecoderFootprint, Tables
 from jaxdist.accounting.exchanges import EXCHANGES
-from jaxdist.accounting.flops import of_decoder
+from jaxdist.accounting.flops import decoder_flops
 from jaxdist.accounting.forms import Accounting
 
 TABLES = Tables(
@@ -16,4 +16,4 @@ TABLES = Tables(
     # F: what goes into GELU, its tanh and its gradient, and the result, transposed.
     on_cpus={"R": (2, 0), "D": (0, 2), "Q": (1, 1), "K": (0, 2), "S": (0, 2), "F": (4, 0)},
 )
-ACCOUNTING = Accounting(of_decoder, partial(DecoderFootprint, tables=TABLES), EXCHANGES)
+ACCOUNTING = Accounting(decoder_flops, partial(DecoderFootprint, tables=TABLES), EXCHANGES)

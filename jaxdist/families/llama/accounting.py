@@ -4,7 +4,7 @@ from functools import partial
 
 from jaxdist.accounting.decoder import DecoderFootprint, Tables
 from jaxdist.accounting.exchanges import EXCHANGES
-from jaxdist.accounting.flops import of_decoder
+from jaxdist.accounting.flops import decoder_flops
 from jaxdist.accounting.forms import Accounting
 
 TABLES = Tables(
@@ -22,4 +22,4 @@ TABLES = Tables(
     # gradients. F: gate, up, the product and its gradient.
     on_gpus={"R": (4, 0), "D": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (4, 0)},
 )
-ACCOUNTING = Accounting(of_decoder, partial(DecoderFootprint, tables=TABLES), EXCHANGES)
+ACCOUNTING = Accounting(decoder_flops, partial(DecoderFootprint, tables=TABLES), EXCHANGES)

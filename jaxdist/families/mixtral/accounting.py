@@ -13,7 +13,7 @@ from typing import cast
 from jaxdist.accounting import exchanges
 from jaxdist.accounting.decoder import DecoderFootprint, Tables
 from jaxdist.accounting.exchanges import EXCHANGES
-from jaxdist.accounting.flops import of_decoder
+from jaxdist.accounting.flops import decoder_flops
 from jaxdist.accounting.forms import Accounting
 from jaxdist.accounting.memory import Arrays
 from jaxdist.accounting.traffic import ITEMSIZE, first, passes, recomputed, ring_bytes, tokens_of
@@ -42,7 +42,7 @@ BY_BLOCKS: Arrays = {"d": (3, 0), "F": (3, 0)}
 def flops(experiment: Experiment, param_specs: Mapping[str, ParamSpec]) -> float:
     """FLOPs of a step per token: of E experts those k multiply that a token goes to, whatever a capacity leaves out."""
     m = cast(Mixture, experiment.model)
-    return of_decoder(experiment, param_specs, {"experts": m.top_k / m.experts})
+    return decoder_flops(experiment, param_specs, {"experts": m.top_k / m.experts})
 
 
 @dataclass(frozen=True)
