@@ -52,7 +52,7 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_evaluation_of_a_run_in_chunks(
     straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After training and alone: equals the loss at once; without the last chunk it differs."""
+    """Equals the loss at once, after training and alone; without the last chunk it differs."""
 
     def losses(run: Path) -> list[float]:
         evaluate(["--checkpoint", str(run), "--batches", "1", "--json", "--device", "cpu"])

@@ -155,7 +155,7 @@ def test_tensor_stays_within_a_machine_and_sequences_are_split_where_long() -> N
 
 
 def test_the_largest_on_16384_devices() -> None:
-    """Within a minute; the model is divided, as it needs 812 GB per device otherwise."""
+    """Found within a minute; the model is divided, as it needs 812 GB per device otherwise."""
     plans = recommend(load("llama-3.1-405b", {}), 16384, hardware("h100"))
     assert all(p.fits and p.devices == 16384 for p in plans) and plans[0].mesh["tensor"] == 8
 
@@ -216,7 +216,7 @@ SPLIT = ["llama-3.1-70b", "--mesh", "fsdp=64,tensor=4"]  # its config splits seq
     ids=lambda argv: " ".join(argv[:3]),
 )
 def test_one_plan_has_one_answer(argv: list[str], tmp_path: Path, capsys: Capsys) -> None:
-    """For each mesh, page, table and JSON give the same bytes as the command with that mesh."""
+    """Page, table and JSON give the same bytes for a mesh as the command with that mesh."""
     pytest.importorskip("matplotlib")
     found = printed(capsys, "--config", *argv, "--output", str(tmp_path))
     page = re.sub(r"\s+", " ", (tmp_path / "plan.html").read_text())
@@ -244,7 +244,7 @@ def test_one_plan_has_one_answer(argv: list[str], tmp_path: Path, capsys: Capsys
     ids=str,
 )
 def test_a_recommended_command_is_the_recommended_plan(fields: dict[str, Any], capsys: Capsys) -> None:
-    """Also if the config splits sequences, rematerializes every other block, or keeps gathered weights."""
+    """Holds for configs that split sequences, rematerialize every other block, or keep gathered weights."""
     line = ["--config", "llama-1b", *(text for name, value in fields.items() for text in (f"--{name}", str(value)))]
     given = load("llama-1b", fields)
     best, *_ = recommend(given, 8, hardware("h100"))

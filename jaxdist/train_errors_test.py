@@ -218,7 +218,7 @@ def test_a_last_update_that_diverges_is_not_kept(tmp_path: Path, capfd: pytest.C
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also if nothing else shows it: names the first weight and the checkpoint before."""
+    """The message names the first weight and the checkpoint before, even if nothing else shows it."""
     path = tmp_path / "run"
     wild = ["--optimizer.warmup", "0", "--optimizer.decay", "constant", "--checkpoint.every", "1"]
     wild += ["--train.validation_batches", "0", "--train.nonfinite", "skip", "--output", str(path)]

@@ -93,7 +93,7 @@ def test_files_of_the_contract(straight: Path) -> None:
 
 
 def test_a_run_reports_its_compiler_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the start-up table, if any are set, and in its summary."""
+    """Shown in the start-up table, if any are set, and in its summary."""
     main([*SHORT_RUN, "--mesh", "1x1", "--steps", "1", "--parallel.bucket_mb", "2", "--output", str(tmp_path)])
     options = json.loads((tmp_path / "summary.json").read_text())["compiler_options"]
     assert options.items() >= dict.fromkeys(xla.BUCKETS, 2 * 2**20).items()
@@ -137,7 +137,7 @@ def test_another_step_is_found(straight: Path, tmp_path: Path) -> None:
 
 
 def test_resume_on_another_mesh(tmp_path: Path) -> None:
-    """In float64, changing mesh and strategy half-way causes rounding alone."""
+    """Changing mesh and strategy half-way causes rounding alone in float64."""
     one, two = tmp_path / "one", tmp_path / "two"
     double = [*SHORT_RUN, "--precision", "fp64"]
     main([*double, "--mesh", "1x1", "--steps", "8", "--output", str(one)])
@@ -161,7 +161,7 @@ def test_init_from_a_run_and_step_zero(straight: Path, tmp_path: Path) -> None:
 
 
 def test_the_last_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though its save is still in progress when the run ends."""
+    """Its save is still in progress when the run ends."""
     saved, publish, save = list[int](), checkpoints.publish, checkpoint.Checkpoints.save
 
     def slowly(folder: Path, step: int) -> None:

@@ -28,7 +28,7 @@ def verdict(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_run_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the config is given: seven runs, and two with reordered sums."""
+    """The config alone is given: seven runs, and two with reordered sums."""
     main([*RUN, "--mesh", "2x1", "--precision", "bf16", "--first", "4", "--output", str(tmp_path / "proof")])
     output, found = capsys.readouterr().out, verdict(tmp_path / "proof")
     assert found["verdict"] == "equivalent" and f"run 9 of 9: {SIDES[1]}, reordered" in output

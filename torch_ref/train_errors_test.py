@@ -233,7 +233,7 @@ train.evaluate = signalled
 
 @pytest.mark.slow
 def test_a_signal_while_validating(tmp_path: Path) -> None:
-    """After the last step, before its only save: all ranks skip the rest of the validation and save the step."""
+    """All ranks skip the rest of the validation after the last step, and save the step."""
     line = ["--mesh", "2x1", "--steps", "2", "--model.vocab", "256", "--train.validation_batches", "8"]
     done = command(*line, "--output", str(tmp_path / "run"), before=SIGNALLED)
     assert done.returncode == 75, done.stderr

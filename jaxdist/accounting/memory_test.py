@@ -213,7 +213,7 @@ def drawn(random: Random) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_peaks_of_ordinary_configurations() -> None:
-    """Of 60 random accepted configurations 19 in 20 are within 10 %, and all within 20 %."""
+    """19 in 20 of 60 random accepted configurations are within 10 %, and all within 20 %."""
     random, off = Random(0), list[float]()
     for _ in range(200):  # more than half are refused
         with suppress(ConfigError):

@@ -76,7 +76,7 @@ def test_one_object_and_a_folder(tmp_path: Path, capsys: Capsys, result: Path) -
 
 @pytest.mark.usefixtures("quick")
 def test_earlier_sections_are_kept(result: Path) -> None:
-    """Except those from another machine."""
+    """Sections from another machine are refused."""
     command.main(["--only", "pace", "--device", "cpu", "--output", str(result.parent)])
     found = read(result, "--results")
     assert found.keys() == command.SECTIONS.keys() and found["start"].stamp == EARLIER != found["pace"].stamp
@@ -189,7 +189,7 @@ def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_the_load_of_other_processes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a share of all cores; None where the system does not tell."""
+    """Share of all cores; None where the system does not tell."""
     share = Others().share
     assert share is None or 0 <= share <= 1
     for seconds, share in ([(5.0, 7.0), (15.0, 12.0)], 0.25), ([None, None], None):

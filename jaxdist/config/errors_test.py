@@ -13,7 +13,7 @@ from jaxdist.runs.display import say
 
 
 def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    """In lines and errors unprintable characters are escaped, and all others stay."""
+    """Unprintable characters are escaped in lines and errors; all others stay."""
     name = "\x1b[2J größe 重み \udc80\r"
 
     def fail() -> None:
@@ -36,7 +36,7 @@ def test_whether_weights_without_a_loss_are_there(last: str, message: str) -> No
 
 @pytest.mark.long
 def test_a_closed_pipe_ends_the_process_silently() -> None:
-    """With a closed pipe, as from `head`, the process ends silently."""
+    """`head` closes its pipe early, for instance."""
     lines = "from jaxdist.config.errors import exit_codes\nexit_codes(lambda: [print('line') for _ in range(100_000)])"
     with subprocess.Popen(
         [sys.executable, "-c", lines], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -99,7 +99,7 @@ class TestRoundTrip:
 
     @pytest.mark.parametrize("name", MODELS)
     def test_theirs_to_ours_and_back(self, name: str, tmp_path: Path) -> None:
-        """From a folder written by transformers: the same tensors to the bit, and the same config."""
+        """Same tensors to the bit and same config as in a folder written by transformers."""
         transformers = pytest.importorskip("transformers")
         first, second = tmp_path / "first", tmp_path / "second"
         class_name = name.split()[0]

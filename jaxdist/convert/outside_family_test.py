@@ -218,7 +218,7 @@ def test_broken_tables_leave_other_families_recognized(registered: Callable[...,
 def test_inspection_names_a_family_with_broken_tables(
     registered: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --json on standard error; a family without tables is not reported."""
+    """The message goes to standard error with --json; a family without tables is not reported."""
     registered(tables={"toy": [1]})
     run = run_of(tmp_path / "run", TOY)
     message = (

@@ -1,4 +1,4 @@
-"""What --force replaces, and what it leaves alone."""
+"""Targets that --force replaces, and those that it leaves alone."""
 
 import shutil
 import subprocess
@@ -102,7 +102,7 @@ def test_a_run_with_other_checkpoints(other: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "orbax", "pytree"])
 def test_orbax_checkpoints_are_replaced(kind: str, tmp_path: Path) -> None:
-    """In a database, as runs write arrays, and without a manifest, as others write them."""
+    """Arrays in a database, as runs write them, and checkpoints without a manifest, as other programs write them."""
     source, target = written(tmp_path / "source", "hf", content_of(MODEL)), tmp_path / "b"
     if kind in ("run", "checkpoint"):
         run = written(target, "orbax", content_of(MODEL))

@@ -51,7 +51,7 @@ def peak(do: Callable[[], Any]) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("stored", ["once", "twice"])
 def test_a_tied_head_is_compared_in_blocks(stored: str, tmp_path: Path) -> None:
-    """Not compared at all if both are one tensor in the file."""
+    """Head and embedding stored as one tensor are not compared at all."""
     weights = {name: torch.ones(entry.shape) for name, entry in entries("huggingface", TIED).items()}
     embedding = weights["model.embed_tokens.weight"]
     weights["lm_head.weight"] = embedding if stored == "once" else embedding.clone()

@@ -1,4 +1,4 @@
-"""What a run folder stores for the way back: a model's buffers, and the run of a linked checkpoint."""
+"""Content of a run folder for the way back: a model's buffers, and the run of a linked checkpoint."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ class TestBuffers:
             )  # fmt: skip
 
     def test_through_a_torch_file(self, tmp_path: Path) -> None:
-        """Together with names without a prefix, a stored tied head, and metadata of file and index."""
+        """Buffers, names without a prefix, a stored tied head, and metadata of file and index come back."""
         pytest.importorskip("torch")
         folder = written(tmp_path / "hf", "hf", content_of(GPT2))
         weights = load_file(folder / "model.safetensors") | MASKS
@@ -106,7 +106,7 @@ class TestBuffers:
 
 
 def test_a_run_from_a_torch_file_converts_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a Hugging Face folder; targets that keep torch's extras need torch."""
+    """A Hugging Face folder needs no torch; targets that keep torch's extras do."""
     pytest.importorskip("torch")
     source = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen3ForCausalLM"]))
     main([str(source), str(tmp_path / "run")])
@@ -142,7 +142,7 @@ def test_a_long_index_of_origin_is_read(tmp_path: Path) -> None:
 
 
 def test_a_config_that_names_another_dtype_than_the_weights_have(tmp_path: Path) -> None:
-    """As with many on the Hub: kept while the weights are unchanged, corrected otherwise."""
+    """Many on the Hub do: kept while the weights are unchanged, corrected otherwise."""
     source = written(tmp_path / "hf", "hf", content_of(MODELS["Qwen3ForCausalLM"]))
     config = source / "config.json"
     config.write_text(config.read_text().replace("float32", "bfloat16"))
@@ -156,7 +156,7 @@ def test_a_config_that_names_another_dtype_than_the_weights_have(tmp_path: Path)
 @pytest.mark.parametrize("kind", often(["orbax", "dcp"], ["orbax"]))
 @pytest.mark.parametrize("link", ["step", "latest of linked checkpoints", *slow(["latest", "checkpoints", "run"])])
 def test_a_linked_checkpoint_finds_its_run(kind: str, link: str, tmp_path: Path) -> None:
-    """With a link to a checkpoint, a run's checkpoints folder, a run, or a step."""
+    """The link may be the checkpoint, the checkpoints folder, the run, or a step."""
     if kind == "dcp":
         pytest.importorskip("torch")
     run = tmp_path / "run"

@@ -137,7 +137,7 @@ class TestSteps:
         assert dcp_files.Tensors(back).extras()["step"] == 7.5
 
     def test_of_two_numbers(self, tmp_path: Path) -> None:
-        """In a script's entry it is no count, and comes back; in a parameter's state nothing else gives the count."""
+        """A script's entry is no count, and comes back; a parameter's state has no other count, and is refused."""
         saved = saved_dcp(tmp_path / "two", self.tree(tmp_path, step=torch.ones(2)))
         content = dcp_files.read_content(saved, EXPERIMENT)
         assert content.step == 5
@@ -176,7 +176,7 @@ def lightning(tree: dict[str, Any], schedule: Any) -> dict[str, Any]:
 class TestOptimizers:
     @pytest.mark.parametrize("more", [0, 20])
     def test_of_lightning(self, more: int, tmp_path: Path) -> None:
-        """In lists, as before, with updated counters."""
+        """States are in lists, and come back so, with updated counters."""
         tree, schedule = script(tmp_path, steps=1, epochs=5)
         torch.save(lightning(tree, schedule), tmp_path / "a.ckpt")
         main([str(tmp_path / "a.ckpt"), str(tmp_path / "run"), *config(tmp_path)])
@@ -192,7 +192,7 @@ class TestOptimizers:
 
     @pytest.mark.parametrize("key", ["opt", "optimizers", "optimizer_states", "optimizer"])
     def test_that_are_not_read(self, key: str, tmp_path: Path) -> None:
-        """Under a custom key, per model, several, or nested."""
+        """States under a custom key, per model, several, or nested."""
         tree, _ = script(tmp_path)
         state = tree.pop("optimizer")
         tree[key] = {
@@ -206,7 +206,7 @@ class TestOptimizers:
 
 
 def no_step(tree: dict[str, Any]) -> None:
-    """As counted by the optimizer alone."""
+    """Leaves the count to the optimizer."""
 
 
 def whole_float(tree: dict[str, Any]) -> None:
@@ -218,13 +218,13 @@ def tensor_step(tree: dict[str, Any]) -> None:
 
 
 def ints(tree: dict[str, Any]) -> None:
-    """As in torch before 1.12."""
+    """Counts as in torch before 1.12."""
     for entry in tree["optimizer"]["state"].values():
         entry["step"] = 5
 
 
 def of_groups(tree: dict[str, Any]) -> None:
-    """As in Apex's FusedAdam."""
+    """Counts as in Apex's FusedAdam."""
     for entry in tree["optimizer"]["state"].values():
         del entry["step"]
     for group in tree["optimizer"]["param_groups"]:
@@ -241,7 +241,7 @@ def no_tensors(tree: dict[str, Any]) -> None:
 
 
 def of_a_module(tree: dict[str, Any]) -> None:
-    """As from Module.state_dict."""
+    """Names as from Module.state_dict."""
     tree["model"] = with_versions(tree["model"])
     tree["ema"] = with_versions({"a": torch.ones(2, 3).T})
 

@@ -80,7 +80,7 @@ def test_in_a_folder_that_is_to_be_made(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["hf", "dcp", "torch"])
 def test_a_disk_that_fills_up(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a tensor whose memory is still in use."""
+    """Fails in the middle of a tensor whose memory is still in use."""
     source, left = written(tmp_path / "a", "hf", content_of(MODEL)), [3]
     put, lock = buffers._put, threading.Lock()
 
@@ -195,7 +195,7 @@ def test_a_target_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_file_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a kill at any moment the old file or the new one exists."""
+    """The old file or the new one exists after a kill at any moment."""
     target, rename, there = tmp_path / "b", Path.rename, list[bool]()
     target.write_text("old")
 
@@ -226,7 +226,7 @@ def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--force"], ["--dry-run"], ["--dry-run", "--force"]], ids=str)
 def test_other_files_beside_a_target_stay(more: list[str], tmp_path: Path) -> None:
-    """Under names like a conversion's own: neither removed nor moved to the target."""
+    """Files named like a conversion's own are neither removed nor moved to the target."""
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     for name in (".b.old", ".b.partial", ".b.lock"):
         (tmp_path / name).mkdir()

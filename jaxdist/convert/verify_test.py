@@ -228,7 +228,7 @@ class TestLogits:
     def test_a_router_may_send_less_than_half_of_the_tokens_elsewhere(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """With rounded weights and a router, over 24 tokens."""
+        """Accepted for rounded weights and a router, over 24 tokens."""
         hf, right = written(tmp_path / "hf", "hf", content_of(MODELS[name])), verify.logits
         sign = np.ones((2, 12, 1), np.float32)
         monkeypatch.setattr(verify, "logits", lambda content, inputs: right(content, inputs) * sign)

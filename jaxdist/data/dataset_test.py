@@ -127,7 +127,7 @@ def test_the_first_validation_batches_are_a_sample_of_the_whole_split(tmp_path: 
     ],
 )
 def test_the_table_shows_where_epochs_end(tmp_path: Path, steps: int, size: int, last: str, expected: str) -> None:
-    """For ten sequences, compared with the batches."""
+    """Ten sequences; the table agrees with the batches."""
     found = numbered(tmp_path, 10, validation=0, last=last)
     row = found.table(Train(steps=steps, batch=size))["epochs"]
     assert row.startswith(expected) and ("," in row) == ("," in expected)
@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("rows", "size"), [(13, 4), (13, 1), (13, 13), (3, 8), (8, 4)])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_one_pass_counts_each_row_once(tmp_path: Path, rows: int, size: int, split: Any) -> None:
-    """Also with batches larger than the split, and for any rows read."""
+    """Batches may be larger than the split, and any of their rows read."""
     found = numbered(tmp_path, 2 * rows, validation=0.5)
     first = 0 if split == "train" else rows
     met = []
@@ -271,7 +271,7 @@ def test_one_pass_counts_each_row_once(tmp_path: Path, rows: int, size: int, spl
 def test_targets_are_counted_without_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: Any, last: Any
 ) -> None:
-    """As many as in the batches, across the end of an epoch, in one sum or step by step."""
+    """The counts equal those of the batches, across the end of an epoch, in one sum or step by step."""
     monkeypatch.setattr(dataset, "MANY", 5)
     lines = [json.dumps({"text": "x" * (n * n % 19 + 1)}) for n in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -291,7 +291,7 @@ def test_targets_are_counted_without_reading(
 def test_targets_of_many_epochs_are_the_sum_over_their_steps(
     tmp_path: Path, last: Any, size: int, validation: float
 ) -> None:
-    """Between any steps, for batches smaller and larger than an epoch; documents of one id have no target."""
+    """Steps from any to any, for batches smaller and larger than an epoch; documents of one id have no target."""
     lines = [json.dumps({"text": "x" * (n * n % 23)}) for n in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     data = Data(

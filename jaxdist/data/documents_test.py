@@ -296,7 +296,7 @@ def test_offsets_of_a_damaged_arrow_file(tmp_path: Path, offset: int) -> None:
 
 
 def test_a_saved_dataset_and_a_repository_of_one(tmp_path: Path) -> None:
-    """In the layouts of `datasets.save_to_disk` and the Hub."""
+    """Layouts of `datasets.save_to_disk` and of the Hub."""
     saved, hub = tmp_path / "saved", tmp_path / "hub"
     for split, texts in (("train", TEXTS[:40]), ("validation", TEXTS[40:])):
         (saved / split).mkdir(parents=True)

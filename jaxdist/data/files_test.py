@@ -36,7 +36,7 @@ def opened(path: Path, **fields: Any) -> Dataset:
 def test_folders_that_cannot_be_read_are_of_no_interest_beside_splits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For instance lost+found, at the root of every ext4 disk."""
+    """lost+found, for instance, at the root of every ext4 disk."""
     (tmp_path / "lost+found").mkdir()
     entries = Path.iterdir
 
@@ -100,7 +100,7 @@ def test_names_show_the_splits(tmp_path: Path, pair: tuple[str, str]) -> None:
 
 
 def test_sequences_do_not_cross_splits(tmp_path: Path) -> None:
-    """Of 43 ids two remain in each split."""
+    """Two of 43 ids remain in each split."""
     write(tmp_path / "train.bin", 40, 43)
     write(tmp_path / "val.bin", 100, 43)
     found = opened(tmp_path)
@@ -117,7 +117,7 @@ def test_a_test_file_serves_only_without_validation(tmp_path: Path) -> None:
 
 
 def test_nanogpts_folder(tmp_path: Path) -> None:
-    """With the pickle, text and script beside the ids; loading the pickle would raise."""
+    """The ids have a pickle, text and script beside them; loading the pickle would raise."""
 
     class Bomb:
         def __reduce__(self) -> Any:

@@ -282,7 +282,7 @@ def test_a_file_that_is_too_small_to_decide_asks_for_the_type(
 @pytest.mark.parametrize("vocab", [2, 65, 300, 50_257, 65_536])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
 def test_no_size_is_read_in_another_type(tmp_path: Path, vocab: int, dtype: str) -> None:
-    """From a hundred ids on, all types are recognized."""
+    """A hundred ids are enough to recognize all types."""
     for size in [*range(1, 13), 20, 33, 100, 300] * 3:
         wanted = np.minimum(RANDOM.zipf(1.3, size) - 1, vocab - 1) if size % 2 else RANDOM.integers(0, vocab, size)
         wanted.astype(dtype).tofile(tmp_path / "a.bin")
@@ -297,7 +297,7 @@ def test_no_size_is_read_in_another_type(tmp_path: Path, vocab: int, dtype: str)
 @pytest.mark.parametrize("dtype", ["uint32", "int32", "int64"])
 @pytest.mark.parametrize("size", [3, 5000])
 def test_ids_far_beyond_the_vocabulary_are_read_as_no_narrower_type(tmp_path: Path, dtype: str, size: int) -> None:
-    """As uint16 both halves of each id would be within a vocabulary of 65,536."""
+    """Both halves of each id, read as uint16, would be within a vocabulary of 65,536."""
     (file := tmp_path / "a.bin").write_bytes(RANDOM.integers(2**20, 2**21, size).astype(dtype).tobytes())
     with pytest.raises(ConfigError, match=r"too few ids to find|token id \d+ with model\.vocab = 65536"):
         read(file, 65_536)
@@ -307,7 +307,7 @@ def test_ids_far_beyond_the_vocabulary_are_read_as_no_narrower_type(tmp_path: Pa
 def test_bytes_that_are_ids_of_two_types_are_read_as_the_wider_and_it_is_reported(
     tmp_path: Path, narrow: str, wide: str
 ) -> None:
-    """As the narrower type every second id would be zero: the start-up table names the type, and .npy settles it."""
+    """Every second id of the narrower type would be zero: the start-up table names the type, and .npy settles it."""
     ids = RANDOM.integers(1, 50_257, 500)
     file, narrower = tmp_path / "a.bin", np.stack([ids, 0 * ids], 1).reshape(-1).astype(narrow)
     narrower.tofile(file)

@@ -115,7 +115,7 @@ def test_pixels_that_are_not_finite_are_named(tmp_path: Path, value: float) -> N
 
 
 def both(found: Dataset) -> list[tuple[list[int], list[int]]]:
-    """For each split the middle pixels and the classes, in the order of the pixels."""
+    """Middle pixels and classes of each split, in the order of the pixels."""
     result = []
     for split in ("train", "validation"):
         batch = found.batch(1, found.sequences(split), 0, split=split)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_splits_of_arrays(tmp_path: Path) -> None:
 
 
 def test_splits_of_folders(tmp_path: Path) -> None:
-    """In ImageNet's layout: two folders of classes are not taken for two classes."""
+    """ImageNet's layout: two folders of classes are not taken for two classes."""
     image = pytest.importorskip("PIL.Image")
     number = 0
     for split, classes in (("train", ("ant", "bee", "cat")), ("val", ("ant", "cat"))):

@@ -59,7 +59,7 @@ def test_chunks_are_the_whole(chunks: int) -> None:
 
 @pytest.mark.long
 def test_the_head_s_gradient_is_rounded_once() -> None:
-    """In bfloat16 any number of chunks is as accurate as one; a sum in bfloat16 is not."""
+    """Any number of chunks is as accurate as one in bfloat16; a sum in bfloat16 is not."""
     exact, at_once = graded(jnp.float64, 1)[2], graded(jnp.bfloat16, 1)[2]
     assert error(graded(jnp.bfloat16, B * T)[2], exact) <= 2 * error(at_once, exact)
     x_BTD, kernel_DV, targets_BT = inputs(jnp.bfloat16)

@@ -59,7 +59,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("option", ["--config", "--init"])
 @pytest.mark.parametrize("file", ["", "config.json"])
 def test_a_folder_gives_the_model(name: str, option: str, file: str, tmp_path: Path) -> None:
-    """With its tokenizer and a fitting sequence length; images have no tokenizer."""
+    """It also gives its tokenizer and a fitting sequence length; images have no tokenizer."""
     path = folder(tmp_path / "hf", FOLDERS[name])
     e = experiment_of(option, path / file)
     assert e.model == source_of(path).model and e.model.family == name  # type: ignore[union-attr]
@@ -73,7 +73,7 @@ def test_a_folder_gives_the_model(name: str, option: str, file: str, tmp_path: P
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
 def test_a_weights_file_means_its_folder(name: str, tmp_path: Path) -> None:
-    """Unless the folder has other weights, or the file is elsewhere."""
+    """A file beside other weights, or outside of a folder, stands for itself."""
     path = folder(tmp_path / "hf", LLAMA)
     (path / name).write_text("weights")
     parsed = parse(["--init", str(path / name)], "test", "")

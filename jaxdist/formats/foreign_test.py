@@ -82,7 +82,7 @@ OUTSIDE = ("../outside", "deep/../../outside", "deep/../a", "../folder/a", "/dev
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "itself"])
 def test_names_that_lead_outside(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also seen from within, with a relative path to the folder."""
+    """Checked from within too, with a relative path to the folder."""
     name = str(folder / "a") if name == "itself" else name
     entry = {"bytes": 7, "sha256": "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c"}
     (folder / INDEX).write_text(json.dumps({"weight_map": {"t": name}}))

@@ -57,8 +57,7 @@ def values_of(settings: dict[str, Any]) -> dict[str, Any] | str:
 
 @pytest.mark.parametrize("model_type", DECISIONS)
 def test_every_key_of_transformers_is_decided(model_type: str) -> None:
-    """For this version of transformers. For a new key read the model's code, and add it to the family's
-    huggingface.py."""
+    """Keys of the installed version. For a new one read the model's code, and add it to the family's huggingface.py."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(model_type)
     keys = {*config.to_dict(), *(field.name for field in dataclasses.fields(config)), *config.attribute_map}
@@ -114,7 +113,7 @@ def test_keys_with_one_supported_value_are_refused_by_name_and_all_at_once(model
 
 @pytest.mark.parametrize("model_type", [name for name in DECISIONS if name != "resnet"])
 def test_ignored_keys_change_no_logit_of_transformers(model_type: str) -> None:
-    """Also keys for training alone, such as dropout and the padding's embedding. Changes all at once."""
+    """Includes keys for training alone, such as dropout and the padding's embedding. Changes all at once."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     ids = torch.arange(24).reshape(2, 12)
 
@@ -139,7 +138,7 @@ def test_ignored_keys_change_no_logit_of_transformers(model_type: str) -> None:
 
 
 def test_dropout_is_reported() -> None:
-    """For GPT-2 also if absent: transformers' default is 0.1."""
+    """An absent GPT-2 key counts too: transformers' default is 0.1."""
     assert notes_on(of("llama", attention_dropout=0.1)) == ["attention_dropout = 0.1: jaxdist trains without dropout"]
     assert not notes_on(of("qwen3", attention_dropout=0.0))
     (line,) = notes_on(of("gpt2", embd_pdrop=0.0))
@@ -158,7 +157,7 @@ def test_keys_that_are_not_known_are_reported() -> None:
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_without_router_logits_there_is_no_balance_loss(model_type: str) -> None:
-    """As by transformers' default; converts both ways."""
+    """False is transformers' default; converts both ways."""
     for given, balance in (({"output_router_logits": True}, 0.02), ({"output_router_logits": False}, 0.0), ({}, 0.0)):
         settings = {n: v for n, v in of(model_type).items() if n != "output_router_logits"} | given
         assert from_settings(settings | {"router_aux_loss_coef": 0.02})["balance"] == balance
@@ -167,7 +166,7 @@ def test_without_router_logits_there_is_no_balance_loss(model_type: str) -> None
 
 
 def test_a_top_level_original_length_has_priority(tmp_path: Path) -> None:
-    """As in transformers 5, whose frequencies are right."""
+    """transformers 5 does so, and its frequencies are right."""
     for within in ({}, {"original_max_position_embeddings": 16}):
         for key in ("rope_scaling", "rope_parameters"):
             settings = of("llama", original_max_position_embeddings=8, **{key: LLAMA3 | within})
@@ -239,7 +238,7 @@ def test_all_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_ignored_keys_of_a_rotation_are_reported() -> None:
-    """As in transformers 5, which uses the default rotation without a rope_type."""
+    """transformers 5 uses the default rotation without a rope_type."""
     settings = of("qwen2", rope_theta=1e6, rope_parameters={"rope_theta": 5e5, "factor": 4.0})
     assert (values := from_settings(settings))["rope_theta"] == 5e5 and "rope_scaling" not in values
     assert notes_on(settings) == [

@@ -16,7 +16,7 @@ from jaxdist.convert.kinds import torch_files
 
 
 def test_pointers_of_git_lfs_are_reported(tmp_path: Path) -> None:
-    """Without Git LFS a clone has a pointer in place of each large file."""
+    """A clone without Git LFS has a pointer in place of each large file."""
     pointer, message = (
         f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 9\n",
         "by git lfs pull",

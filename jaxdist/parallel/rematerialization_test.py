@@ -68,7 +68,7 @@ def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimize
 
 
 def test_reported_memory_is_that_of_the_arrays() -> None:
-    """For a state whose moments are replicated on each device, contrary to their specs."""
+    """Checked on a state whose moments are replicated, contrary to their specs."""
     p = program(parallel={"mesh": "8x1"})
     state, declared = p.initialize(), reported(p)
     assert reported(p, state) == declared

@@ -76,13 +76,13 @@ def test_ulysses_attends_as_one_device(n: int, window: int) -> None:
 
 
 def test_a_step_masked_wrongly_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For two late or two early chunks the pair to mask is wrong."""
+    """Planted: the wrong pair is masked for two late or two early chunks."""
     monkeypatch.setattr(ring_attention, "_others", lambda step: ((1, 0), (0, 0)))
     assert error(Ring(), 4, 0) > 1e-3
 
 
 def test_gradients_that_stay_away_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without their last exchange key gradients stay with the neighbour."""
+    """Planted: key gradients stay with the neighbour, without their last exchange."""
     monkeypatch.setattr(ring_attention, "_home", lambda gradients: gradients)
     assert error(Ring(), 4, 0) > 1e-3
 
@@ -109,7 +109,7 @@ def test_a_ring_costs_every_device_alike() -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_bytes(n: int) -> None:
-    """As documented in `parallel/context.py`, forward and backward."""
+    """The counts documented in `parallel/context.py`, forward and backward."""
     keys, queries = (B * 48 * heads * C * 8 for heads in (2 * K, H))
 
     def sent(context: Context) -> float:

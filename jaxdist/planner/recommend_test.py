@@ -150,7 +150,7 @@ def recommended(case: str) -> list[Plan]:
 @pytest.mark.long
 @pytest.mark.parametrize("case", often(CASES, ["llama-3.1-8b on 64, long", "mixtral-8x7b on 64", "resnet-50 on 8"]))
 def test_reasons_are_true(case: str) -> None:
-    """For the first plan, and the first that divides the model over each other axis."""
+    """Checks the first plan, and the first that divides the model over each other axis."""
     plans = recommended(case)
     axes = [axis for axis in AXES if plans[0].mesh[axis] == 1]
     chosen = [plans[0], *(next((p for p in plans if p.mesh[axis] > 1), plans[0]) for axis in axes)]
@@ -180,7 +180,8 @@ def test_every_choice_is_explained() -> None:
 
 
 def test_without_a_choice_nothing_is_reported() -> None:
-    """On one device, and no strategy for a pipeline with one row at a time, where no devices share the batch."""
+    """One device has no choice; a pipeline with one row at a time has none of strategy, as no devices share the
+    batch."""
     assert reasons(recommended("default on one")[0]) == []
     plan = next(p for p in recommended("mixtral-8x7b on 64") if math.prod(p.mesh[axis] for axis in FREE_AXES) == 1)
     assert plan.experiment.parallel.strategy == "ddp"
@@ -229,7 +230,7 @@ def test_unchecked_reasons_are_not_claimed(sentence: str) -> None:
 
 
 def test_divided_gradients_are_tried() -> None:
-    """With one microbatch zero2 sends as much as zero1 and holds less."""
+    """zero2 sends as much as zero1 with one microbatch, and holds less."""
     found = recommended("llama-3.1-8b on 64")
     one, two = (
         next(p for p in found if p.experiment.parallel.strategy == name and p.experiment.train.accumulation == 1)
@@ -248,7 +249,7 @@ def test_divided_gradients_are_tried() -> None:
     ],
 )
 def test_the_batch_is_named_where_no_mesh_divides_it(config: str | None, fields: dict[str, Any], devices: int) -> None:
-    """With the next larger one that fits without another change to the command line."""
+    """The message gives the next larger one that fits without another change to the command line."""
     device, e = hardware("h100"), load(config, fields)
     with pytest.raises(ConfigError) as error:
         recommend(e, devices, device)

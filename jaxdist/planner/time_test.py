@@ -40,7 +40,7 @@ def test_what_a_gpu_took(config: str, fields: dict[str, Any], took: float, withi
 
 
 def test_arithmetic_equals_that_of_a_run() -> None:
-    """Without recomputation, products and attention of all devices equal `flops_per_token`'s, except for the fifth
+    """Products and attention of all devices equal `flops_per_token`'s without recomputation, except for the fifth
     product of attention's backward pass."""
     one = plan("llama-1b", memory__remat="none", train__batch=8)
     done, tokens = one.footprint.work, 8 * 4096
@@ -52,7 +52,7 @@ def test_arithmetic_equals_that_of_a_run() -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 20])
 def test_keys_are_counted_as_the_mask_has_them(window: int) -> None:
-    """Less the T/2 convention's omission: half a key where all are visible."""
+    """The T/2 convention omits half a key where all are visible."""
     times, model = 8, load(None, {"model.window": window}).model
     assert isinstance(model, Llama)
     seen = sum(0 <= t - s < (window or times) for t in range(times) for s in range(times)) / times
@@ -60,7 +60,7 @@ def test_keys_are_counted_as_the_mask_has_them(window: int) -> None:
 
 
 def test_a_window_is_less_arithmetic_in_a_run_and_in_a_plan() -> None:
-    """In products and attention together a device never exceeds its rate."""
+    """A device never exceeds its rate in products and attention together."""
     fields: dict[str, Any] = {"memory__remat": "none", "data__sequence": 32768, "model__positions": 32768}
     whole, windowed = (plan("mistral-7b", train__batch=8, model__window=w, **fields) for w in (0, 4096))
     tokens = 8 * 32768
@@ -73,7 +73,7 @@ def test_a_window_is_less_arithmetic_in_a_run_and_in_a_plan() -> None:
 
 
 def test_only_chosen_experts_multiply() -> None:
-    """On a TPU; elsewhere in blocks of rows, the last ones half empty."""
+    """TPUs have grouped products; others use blocks of rows, the last ones half empty."""
     e = plan("mixtral-8x7b", memory__remat="none", parallel__mesh="expert=8", train__batch=8)
     own = replace(e.footprint, platform="tpu").work
     assert own.products + own.attention * 6 / 7 == pytest.approx(e.flops_per_token * 8 * 4096 / 8, rel=1e-2)
@@ -81,7 +81,7 @@ def test_only_chosen_experts_multiply() -> None:
 
 
 def test_arithmetic_of_images() -> None:
-    """As a run reports, except for the gradient of the images; the same on more devices."""
+    """Equals a run's figure except for the gradient of the images; the same on more devices."""
     one = plan("resnet-50", train__batch=64)
     stem = 7 * 7 * 3 * 64 * 112**2
     assert one.footprint.work.products == pytest.approx((one.flops_per_token - 2 * stem) * 64)
@@ -115,7 +115,7 @@ def test_chunks_of_the_loss_wait_for_their_sums(mesh: str, rounds: int) -> None:
 
 
 def test_a_pipeline_waits() -> None:
-    """With as many microbatches as stages nearly half of the ticks are idle, and each pass runs twice."""
+    """Nearly half of the ticks are idle with as many microbatches as stages, and each pass runs twice."""
     alone = plan("llama-1b", train__batch=32, parallel__mesh="4x1")
     few, many = (plan("llama-1b", train__batch=32, parallel__mesh="pipeline=4", train__accumulation=n) for n in (4, 32))
     assert few.time.products > 1.5 * many.time.products > 1.5 * alone.time.products

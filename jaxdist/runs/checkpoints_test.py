@@ -91,7 +91,7 @@ def test_a_checkpoint_sealed_again_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For instance from a disk with a bad block, or without permission."""
+    """A disk may have a bad block, or a file no permission."""
     folder = write(tmp_path, 3)
 
     def broken(file: Path, *_: Any) -> str:
@@ -206,7 +206,7 @@ def test_a_copy_under_the_name_of_another_step(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_a_checkpoint_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any moment the old or the new one exists, under one of two names."""
+    """The old or the new one exists at any moment, under one of two names."""
     write(tmp_path, 2)
     rename = Path.rename
 

@@ -51,7 +51,7 @@ def test_missing_metrics_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_kill_before_anything_was_written(resume: bool, tmp_path: Path) -> None:
-    """While the run was writing its config: the folder counts as empty."""
+    """The folder counts as empty while only the config was being written."""
     (tmp_path / ".lock").touch()
     (tmp_path / "config.toml.tmp").touch()
     assert RunFolder(tmp_path, Experiment(), resume).resume_from(marker="parameters") is None
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_that_came_between(resume: bool, tmp_path: Path) -> None:
-    """Between the check of the folder and the first write: the other run's files are not taken for old ones."""
+    """Files that another run writes between the check of the folder and the first write are not taken for old ones."""
     if resume:
         logged(tmp_path, Experiment())
     late = RunFolder(tmp_path, Experiment(), resume)
@@ -285,7 +285,7 @@ class TestRunFolder:
         assert RunFolder(tmp_path, moved, resume=True).experiment.data.fingerprint == "0" * 32
 
     def test_fields_that_say_how_data_are_read_are_known_by_the_fingerprint(self, tmp_path: Path) -> None:
-        """Also from a version that wrote data.bin_dtype = uint16 into every run, for any data."""
+        """An earlier version wrote data.bin_dtype = uint16 into every run, for any data."""
         begun = experiment("--data.bin_dtype", "uint16").on_data("0" * 32)
         RunFolder(tmp_path, begun).create(begun)
         for more in ((), ("--data.split", "share"), ("--data.end_of_text", "</s>"), ("--data.bin_dtype", "int64")):

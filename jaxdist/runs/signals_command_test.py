@@ -63,7 +63,7 @@ def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
 
 
 def test_a_signal_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the step is compiled: the first step is taken and saved."""
+    """The first step is taken and saved if the signal comes while it is compiled."""
     memory = metrics.memory
 
     def signalled(*inputs: Any) -> dict[str, int]:
@@ -79,8 +79,7 @@ def test_a_signal_before_the_first_step(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("final", often(["true", "false"], ["false"]))
 def test_a_signal_while_validating(final: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last step, before its only save, if any: the rest of the validation is skipped, and the step is
-    saved."""
+    """The rest of the validation after the last step is skipped, and the step is saved even if it would not be."""
     fetch, asked = Dataset.batch, list[str]()
 
     def signalled(self: Dataset, *inputs: Any, **named: Any) -> Batch:

@@ -59,7 +59,7 @@ def test_processes_agree_on_saves_and_stops() -> None:
 
 
 def test_a_save_that_failed_comes_first() -> None:
-    """On all processes, before anything due: a run that ends saves nothing."""
+    """It precedes anything due, on all processes: a run that ends saves nothing."""
     assert Saving(Checkpoint(every=1)).due(1, failed=True) is Action.FAIL
     assert Saving(Checkpoint(every=1), agree=lambda own: max(own, Action.FAIL)).due(1) is Action.FAIL
 

@@ -144,7 +144,7 @@ def test_the_number_of_a_process_is_that_of_its_launcher(name: str) -> None:
     ids=["torchrun", "plain", "slurm", "mpi", "address"],
 )
 def test_a_port_that_is_taken_is_changed_for_all(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the variable that sets it: the port of an address, if there is one."""
+    """The fix names the variable that sets it: an address's port, if there is one."""
     with socket.create_server(("", 0)) as taken, monkeypatch.context() as here:
         port = str(taken.getsockname()[1])
         chosen = {ADDRESS: f"localhost:{port}"} if ADDRESS in environment else {PORT: port}

@@ -32,7 +32,7 @@ MESH = ["--mesh", "data=2,fsdp=2,tensor=2"]  # one replica per process
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Without the tests' own devices; processes share compiled programs."""
+    """The environment without the tests' own devices; processes share compiled programs."""
     ours = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "NPROC")}
     return ours | {"PYTHONPATH": str(ROOT)} | more
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_that_one_cannot_begin_is_left_out_by_all(planted: str, tmp
 
 @pytest.mark.slow
 def test_two_processes_continue_a_run_of_one(one: Path, tmp_path: Path) -> None:
-    """On a mesh whose processes have the same rows, but different times of them."""
+    """The mesh gives the processes the same rows, but different times of them."""
     run = tmp_path / "run"
     shutil.copytree(one, run)
     shutil.rmtree(run / "checkpoints" / "4")
@@ -326,7 +326,7 @@ processes.run(main)
     ],
 )
 def test_all_end_and_one_reports_why(plant: str, codes: list[int], expected: list[str]) -> None:
-    """Without a launcher that ends the others, though they wait in a collective, where signals are not handled."""
+    """No launcher ends the others, and they wait in a collective, where signals are not handled."""
     ended = ranks("-c", SMALL, PLANT=plant, JAX_PLATFORMS="cpu")
     assert [process.returncode for process in ended] == codes, ended
     assert len(errors(ended)) == len(expected) and all(

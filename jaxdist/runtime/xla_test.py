@@ -65,7 +65,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("which", often(SEVERAL, ["interleaved"]))
 def test_each_collective_has_a_number_of_its_own(which: str) -> None:
-    """In programs compiled for CPUs; JAX itself gives all the same."""
+    """Programs compiled for CPUs number them; JAX itself gives all the same."""
     experiment = tiny(**SEVERAL[which], train={"accumulation": 2})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     traced = program.step.trace(program.abstract, program.abstract_batch)
@@ -145,7 +145,8 @@ def test_every_product_is_ynnpacks_on_several_devices(which: str) -> None:
 
 
 def test_eigens_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the left side summed over rows, at least the gradients of a block's seven kernels and the head's."""
+    """Planted: with the left side summed over rows Eigen gets at least the gradients of a block's seven kernels and the
+    head's."""
     monkeypatch.setattr(linear, "written", lambda x: x)
     assert len(not_ynnpacks(**PRODUCTS["fsdp"])) >= 8
 

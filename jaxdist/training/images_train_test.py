@@ -75,7 +75,7 @@ def test_evaluation_by_running_statistics(run: Path, capsys: pytest.CaptureFixtu
 
 
 def test_other_programs_have_the_same(run: Path, tmp_path: Path) -> None:
-    """To a torch file with its optimizer, to torch_ref and back: the same bits."""
+    """The bits survive a torch file with its optimizer, torch_ref's checkpoint, and the way back."""
     convert([str(run), str(tmp_path / "a.pt")])
     convert([str(tmp_path / "a.pt"), str(tmp_path / "dcp"), "--to", "dcp"])
     convert([str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "orbax"])

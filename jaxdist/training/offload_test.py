@@ -189,7 +189,7 @@ def on_host(case: dict[str, Any]) -> list[tuple[int, ...]]:
 
 
 def test_activations_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under full rematerialization every block's input, [L, B, T, D], and no other; of products more."""
+    """Full rematerialization offloads every block's input, [L, B, T, D], alone; selective offloads products too."""
     case: dict[str, Any] = {"parallel": {"mesh": "8x1"}, "memory": {"remat": "full", "offload": "activations"}}
     inputs = (2, 2, 20, 40)
     assert on_host(case) == [inputs]

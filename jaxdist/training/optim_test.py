@@ -42,7 +42,7 @@ SIZES = (3, 5), (512,), (7, 1, 512), (4, 100, 37), ()
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sum_of_squares(dtype: Any) -> None:
-    """For sizes divisible into 32 sums of 16 squares, and others.
+    """Sizes divisible into 32 sums of 16 squares, and others.
 
     Each square is rounded, goes through 31 additions, and as many in each of the at most three steps in which XLA adds
     up sums: 125 roundings, of half an epsilon.
@@ -60,7 +60,7 @@ def plain(arrays: Any) -> Any:
 
 @pytest.mark.parametrize(("which", "written"), [(sum_of_squares, False), (plain, True)])
 def test_no_squares_are_written_on_several_devices(which: Any, written: bool) -> None:
-    """Only sums of 32; XLA's own sum writes all squares first."""
+    """Sums of 32 are written alone; XLA's own sum writes all squares first."""
     mesh, _ = make_mesh(tiny(parallel={"mesh": "fsdp=2"}), "cpu")
     arrays = [jax.ShapeDtypeStruct((4, 256, 512), jnp.float32)] * 2
     compiled = jax.jit(which, compiler_options=on_cpus(mesh)).lower(arrays).compile()
@@ -141,7 +141,7 @@ def lion(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: floa
 
 
 def adafactor(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: float) -> Any:
-    """For matrices [L, I, O], whose rows are O in torch, and vectors [L, O]."""
+    """Adafactor for matrices [L, I, O], whose rows are O in torch, and vectors [L, O]."""
     taken, eps, every = t**o.beta2_decay, np.finfo(g.dtype).eps, tuple(range(1, g.ndim))
     size = np.maximum(o.eps2, np.sqrt(np.mean(w * w, every, keepdims=True))) * min(rate, 1 / np.sqrt(t))
     if g.ndim > 2:

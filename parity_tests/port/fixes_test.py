@@ -211,7 +211,7 @@ def test_a_parameter_is_declared() -> None:
 
 @pytest.mark.slow
 def test_more_devices_of_a_cpu() -> None:
-    """In a new process: JAX creates CPU devices at its start."""
+    """JAX creates CPU devices at its start, so this runs in a new process."""
     code = (
         "from jaxdist.config import Parallel; from parity_tests.port.sharded import Sharded; "
         "print(Sharded.mesh(None, Parallel(mesh='4x1')).size)"

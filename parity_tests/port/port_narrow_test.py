@@ -238,7 +238,7 @@ class TestOwnSteps:
     def test_weights_that_hardly_moved_decide_nothing(
         self, settings: dict[str, float], mistake: dict[str, float], tmp_path: Path
     ) -> None:
-        """At such rates float32's noise is as large as the effect of these mistakes."""
+        """float32's noise is as large as the effect of these mistakes at such rates."""
         verdict, _ = proved(self.port(settings, **mistake), tmp_path)
         assert verdict.word != "equivalent"
         right, _ = proved(self.port(settings), tmp_path / "right")

@@ -135,7 +135,7 @@ def test_a_mean_over_padding_is_recognized(tmp_path: Path) -> None:
     [("gpt2", "model.gelu = exact"), ("llama", "model.norm_eps = 1e-08"), ("llama", "model.rope_theta = 1000000.0")],
 )
 def test_another_field_of_the_model_is_recognized(tmp_path: Path, model: str, how: str) -> None:
-    """However small its effect on the loss in float64; not where float32 hides it."""
+    """The effect on the loss may be small in float64, but not hidden by float32."""
     experiment = made(tmp_path, model)
     other = next(made for name, made in batches.other_models(experiment.model) if name == how)
     batch, start = dataset_of(experiment).batch(2, 8, 0), weights(experiment)

@@ -58,7 +58,7 @@ def test_a_step_is_the_first_where_it_began_alike() -> None:
 @pytest.mark.parametrize("origin", range(1, 65))
 @pytest.mark.parametrize("suspect", [1, 2, 17, 64])
 def test_the_search_finds_the_step(origin: int, suspect: int) -> None:
-    """From a step whose loss differs, back to the step that went wrong."""
+    """The search goes from a step whose loss differs back to the step that went wrong."""
     asked: list[int] = []
 
     def look(steps: list[int]) -> list[Divergence | None]:

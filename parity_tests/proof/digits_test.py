@@ -1,4 +1,4 @@
-"""For runs in another dtype than their config says, the dtype is named as cause, before its consequences."""
+"""The dtype of a run that differs from its config's is named as cause, before its consequences."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,7 +76,7 @@ ALL = ("weights/", "exp_avg/", "exp_avg_sq/", "gradient/")
 
 @pytest.mark.parametrize("kept", [np.float32, np.float64])
 def test_a_run_in_float32_under_a_config_of_float64_is_named_by_that(runs: Any, kept: type) -> None:
-    """Also where the record is wider than the loop's tensors."""
+    """The record may be wider than the loop's tensors."""
     theirs = changed(runs(Float32, "fp64"), in_dtype(np.float32, kept), *ALL)
     found = named(theirs, runs(Recorded, "fp64"))
     assert found and (found.cause, found.step, found.checks) == ("precision", 1, "or wider"), found
@@ -164,7 +164,7 @@ def evidence_of(theirs: Finished, ours: Finished) -> Evidence:
 
 
 def test_weights_that_rounding_did_not_let_move_are_not_narrow(runs: Any) -> None:
-    """For instance a bfloat16 checkpoint at a learning rate below float32's resolution."""
+    """A bfloat16 checkpoint may train at a learning rate below float32's resolution."""
     ours = runs(Recorded, "fp64")
     given = changed(ours, in_dtype(ml_dtypes.bfloat16, np.float64), "weights/")
     moved = changed(given, lambda w: w * (1 + 1e-12), "weights/")

@@ -66,7 +66,7 @@ def test_a_run_that_training_amplified_is_left_open(tmp_path: Path) -> None:
 
 
 def test_a_run_that_hardly_trained_is_left_open(tmp_path: Path) -> None:
-    """At a fine-tuning rate weights move by a thousandth, and float32 hides missing weight decay."""
+    """Weights move by a thousandth at a fine-tuning rate, and float32 hides missing weight decay."""
     found = against(tmp_path)
     assert found.verdict().word == "equivalent"
     found.__dict__["started"] = {"weights/w": np.linspace(1, 2, 50) * (1 + 1e-3)}

@@ -76,7 +76,7 @@ def failed(*runs: Any, **options: Any) -> set[str]:
 
 
 def test_a_loss_off_by_chance_passes() -> None:
-    """In 312 pairs of equal runs in each precision the largest ratio of costs was 12.6."""
+    """The largest ratio of costs was 12.6 in 312 pairs of equal runs in each precision."""
     assert not failed(StubRun(1e-3, NOISE, draw=0), StubRun(1e-3 / 12.6, NOISE, draw=1))
     assert not failed(StubRun(1e-3, NOISE, draw=0), StubRun(1e-3, NOISE, draw=1))
     assert not failed(StubRun(1e-7, NOISE, draw=0), StubRun(0.0, NOISE, draw=1))  # exact by chance
@@ -268,7 +268,7 @@ class Kept(StubRun):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounded_numbers_are_found(dtype: str) -> None:
-    """Whatever the storage dtype and however wide the policy's noise."""
+    """Neither the storage dtype nor a policy's wide noise hides them."""
 
     def digits(kept: str, exact: str, parameters: str = "float32") -> Check:
         run: Any = Kept(dtype=kept)

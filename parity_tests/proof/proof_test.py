@@ -215,7 +215,7 @@ def test_the_note_of_a_noisy_policy_agrees_with_its_checks(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("value", ["grad_norm = nan at step 5", "exp_avg_sq/w of step 5", "gradient/w of step 4"])
 def test_a_value_that_is_not_finite_fails(tmp_path: Path, value: str) -> None:
-    """Also at a step without gradients to compare."""
+    """A step without gradients to compare is checked too."""
     proof = asked(tmp_path, precision=BF16)
     assert judged(proof).word == "equivalent"
     wrong = made(TORCH, 1e-3, steps=(1, 2, 4, 5))

@@ -191,6 +191,6 @@ def test_a_run_in_fp64_names_what_float32_hides(
     cause: str,
     how: str,
 ) -> None:
-    """As the verdict of `causes_test` advises for the same loops in float32 without gradients."""
+    """The verdict of `causes_test` advises this for the same loops in float32 without gradients."""
     found = named(loop(documents), loops.SmallInDouble(documents).run("ours"))
     assert found and (found.cause, found.step) == (cause, 1) and how in found.how, found

@@ -177,7 +177,7 @@ def test_missing_pieces_are_reported_as_missing(tmp_path: Path) -> None:
 
 
 def test_runs_of_the_policy_alone_have_a_heat_map_for_the_eye(tmp_path: Path) -> None:
-    """For instance another loop's float32 run without a float64 one."""
+    """Another loop's float32 run without a float64 one is such a run."""
     page = written(tmp_path, Verdict(HOLDS), {"policy": pair()}, {1: 2e-8, 4: 5e-9})
     assert "in embed at step 4, where 5e-09 is allowed" in text_of(page) and "The colours are only a guide" in page
     assert page.count("Heat map") == 1
@@ -283,7 +283,7 @@ def test_a_name_breaks_between_its_parts_alone(name: str, broken: str) -> None:
 
 
 def test_where_it_differs_is_reported_where_no_gradients_were_kept(tmp_path: Path) -> None:
-    """For another loop's run: the cause, the first check of each level, and a heat map of the final states."""
+    """Another loop's report has the cause, the first check of each level, and a heat map of the final states."""
     runs = pair()
     for number, side in enumerate(runs):
         side.records, off = {}, 1 + 1e-6 * number

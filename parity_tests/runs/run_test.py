@@ -222,7 +222,7 @@ def test_a_parameter_that_the_model_has_not(kind: str, name: str) -> None:
 
 
 def test_a_parameter_that_one_layer_lacks() -> None:
-    """Only that layer's parameter is named."""
+    """That layer's parameter is named, and no other."""
     record = {f"weights/model.layers.{i}.self_attn.{n}_proj.weight": np.ones((4, 4)) for i in range(2) for n in "qk"}
     del record["weights/model.layers.0.self_attn.q_proj.weight"]
     with pytest.raises(ValueError, match=r"^model.layers.0.self_attn.q_proj.weight is missing$"):

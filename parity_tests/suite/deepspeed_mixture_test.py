@@ -60,7 +60,7 @@ LAYOUTS: dict[str, Callable[[Path, bool], Path]] = {
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mixture_of_deepspeed_is_refused_by_name(layout: str, older: bool, tmp_path: Path) -> None:
-    """Also if only expert files are left; a single one is called a part."""
+    """Expert files without the rest are refused too; a single one is called a part."""
     tag = LAYOUTS[layout](tmp_path, older)
     experts = sorted(tag.glob("*expert_*"))
     message = (

@@ -56,7 +56,7 @@ def test_epochs_are_those_of_the_distributed_sampler(tmp_path: Path, sequences: 
 
 
 def test_an_epoch_goes_on_within_a_batch(tmp_path: Path) -> None:
-    """By default the next epoch starts within a batch: no sequence is dropped or repeated."""
+    """The next epoch starts within a batch by default: no sequence is dropped or repeated."""
     found = visits(numbered(tmp_path, 13), 4, epochs=2).ravel()[:26].reshape(2, 13)
     assert (np.sort(found) == np.arange(13)).all()
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder and a JSONL file to an export: config from the folder, training by either side, and
+"""A Hugging Face folder and a JSONL file up to an export: config from the folder, training by either side, and
 transformers generates from the export."""
 
 import json
@@ -81,7 +81,7 @@ def generated(path: Path) -> str:
 def test_an_exported_run_generates_as_the_folder_that_it_began_with(
     side: str, folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At step 0 the same text from the same bits; after steps, a resume and another format, other weights."""
+    """Step 0 gives the same text from the same bits; steps, a resume and another format give other weights."""
     run, line = tmp_path / "run", ["--data.path", data, "--train.batch", 4, "--optimizer.decay", "constant"]
     output = train(side, "--init", folder, "--output", run, "--steps", 0, *line)
     assert f"{folder}/config.json: attention_dropout = 0.1: jaxdist trains without dropout" in output.replace("\n", "")

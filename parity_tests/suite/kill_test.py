@@ -75,7 +75,7 @@ def wait_for(moment: str, running: "subprocess.Popen[str]", path: Path) -> None:
 
 
 def survive(tmp_path: Path, side: str, kills: int) -> None:
-    """Only steps since the last checkpoint are lost; weights, moments and metrics end equal to the bit."""
+    """No more than the steps since the last checkpoint is lost; weights, moments and metrics end equal to the bit."""
     path = tmp_path / "killed"
     for _, (moment, seconds) in zip(range(kills), moments(kills), strict=False):
         running = process(side, path, ENDLESS)

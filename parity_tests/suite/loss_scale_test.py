@@ -124,7 +124,7 @@ def test_overflows_at_chosen_steps(
 
 
 def test_a_scale_is_that_of_grad_scaler() -> None:
-    """Over a thousand steps, a random fifth overflowing, through growth and the smallest scales."""
+    """A thousand steps, a random fifth of which overflow, through growth and the smallest scales."""
     rule = Precision(policy="fp16", loss_scale=2.0**10, growth_factor=3.0, backoff_factor=0.375, growth_interval=2)
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)

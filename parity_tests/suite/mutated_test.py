@@ -168,7 +168,7 @@ def alone(path: Path) -> Path:
 
 
 def trained_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
-    """With the optimizer, as `convert` reads it."""
+    """Content with the optimizer, as `convert` reads it."""
     content = KINDS[kind_of(path)].format.read_content(path, experiment_for(model.model_dump(), "test"))
     return {f"{kind}/{name}": leaf.read() for kind, group in content.groups.items() for name, leaf in group.items()}
 

@@ -22,7 +22,7 @@ STEPS = 6
 
 @pytest.mark.slow
 def test_both_sides_train_it_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In float64 over tensor and fsdp with sequence parallelism, from one start whose logits transformers
+    """Trains in float64 over tensor and fsdp with sequence parallelism, from a start whose logits transformers
     reproduces."""
     config, documents = tmp_path / "nanogpt.toml", tmp_path / "documents.jsonl"
     write_documents(documents)

@@ -97,7 +97,7 @@ def test_values_on_several_ranks_are_reported_by_whole_tensors(bad: Path, train:
 
 
 def test_a_bad_weight_of_one_stage_is_reported_by_all_ranks(bad: Path, train: Train, tmp_path: Path) -> None:
-    """Only a pipeline's last stage reads a bad weight: no rank waits for the others."""
+    """A pipeline's last stage alone reads a bad weight: no rank waits for the others."""
     tensors = load_file(bad / SINGLE)
     tensors["model.embed_tokens.weight"][290, 3] = 0
     folder = tmp_path / "last"
@@ -112,7 +112,7 @@ def test_a_bad_weight_of_one_stage_is_reported_by_all_ranks(bad: Path, train: Tr
 
 @pytest.mark.parametrize("kind", ["orbax", *slow(["dcp", "hf", "torch"])])
 def test_all_name_a_layers_tensor_alike(kind: str, bad: Path, train: Train, tmp_path: Path) -> None:
-    """By the source's name, with the layer's index where an array holds all layers."""
+    """The name is the source's, with the layer's index where an array holds all layers."""
     own = {"orbax": "layers.mlp.up_proj.kernel[1]", "dcp": "layers.1.mlp.up_proj.weight"}
     name = own.get(kind, "model.layers.1.mlp.up_proj.weight")
     tensors = load_file(bad / SINGLE)
@@ -138,7 +138,7 @@ def test_all_name_a_layers_tensor_alike(kind: str, bad: Path, train: Train, tmp_
 def test_moments_are_refused_and_the_advice_works(
     side: str, kind: str, name: str, run: Path, train: Train, tmp_path: Path
 ) -> None:
-    """By convert and on a resume, also under `skip`."""
+    """Refused by convert and on a resume, also under `skip`."""
     file = tmp_path / "run.pt"
     convert([str(run), str(file)])
     content = torch.load(file, weights_only=True)
@@ -161,7 +161,7 @@ def test_moments_are_refused_and_the_advice_works(
 
 
 def test_second_moments_below_zero_are_refused_and_the_advice_works(run: Path, tmp_path: Path) -> None:
-    """Also with `zero`, as first moments would be divided by them; -0 is accepted."""
+    """`zero` refuses them too, as first moments would be divided by them; -0 is accepted."""
     file = tmp_path / "run.pt"
     convert([str(run), str(file)])
     content = torch.load(file, weights_only=True)
@@ -180,7 +180,7 @@ def test_second_moments_below_zero_are_refused_and_the_advice_works(run: Path, t
     "name", ["w (exp_avg_sq)", "w (row_var)", "w (variance)", "norm.running_var", "w (exp_avg)", "w"]
 )
 def test_which_tensors_are_squares(name: str) -> None:
-    """Both readers agree."""
+    """The two readers agree."""
     array = np.array([0.0, -0.0, 3.0, -1.5, -np.float64(5e-324)])
     for dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16):
         found = bad_values(array.astype(dtype), name)
@@ -255,7 +255,7 @@ def test_a_narrower_dtype_that_overflows_names_the_dtypes_that_hold_all(run: Pat
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ml_dtypes.bfloat16])
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 def test_where_the_first_is(dtype: Any, value: float) -> None:
-    """Also in the last block, a transposed array and a scalar; the largest finite number is accepted."""
+    """Includes the last block, a transposed array and a scalar; the largest finite number is accepted."""
     array = np.zeros((3, BLOCK // 2), dtype)
     array[0, 0] = ml_dtypes.finfo(dtype).max
     assert bad_values(array) is None and bad_values(np.ones((), dtype)) is None

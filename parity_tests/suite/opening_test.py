@@ -57,7 +57,7 @@ def made(folder: Path) -> Path:
 def test_a_source_is_opened_once(
     name: str, main: Callable[[list[str]], None], tmp_path: Path, opened: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the readers of convert, which read more of a kind."""
+    """The readers of convert, which read more of a kind, are removed."""
     _, write, model, tells = SOURCES[name]
     path = write(made(tmp_path / "source"), as_it_is)
     for kind in sources.KINDS:

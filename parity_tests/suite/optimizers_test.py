@@ -79,7 +79,7 @@ def test_float64(runs: Runs, name: str, mesh: str) -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_unknown_traffic_has_no_least_bytes(name: str) -> None:
-    """Under zero1 torch sends parameters otherwise than JAX."""
+    """torch sends parameters otherwise than JAX under zero1."""
     values = {"parallel": {"mesh": "8x1", "strategy": "zero1"}, "optimizer": {"name": name}}
     e = Experiment.parse(values, source="test")
     mesh, param_specs = e.parallel.axes(), models.param_specs(models.build(e.model))

@@ -229,7 +229,7 @@ def dtypes_on_the_wire(runs: Runs, side: str, reduce: str) -> dict[str, set[str]
 
 @pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
 def test_bf16_gradients_travel_as_the_policy_says(runs: Runs, side: str) -> None:
-    """In the dtype of `precision.reduce`; run with both, so a change would show."""
+    """Gradients travel in the dtype of `precision.reduce`; both dtypes are run."""
     for reduce in ("float32", "bfloat16"):
         expected = {"all_gather": {"bfloat16"}, "reduce_scatter": {reduce}}
         assert dtypes_on_the_wire(runs, side, reduce) == expected
@@ -371,7 +371,7 @@ def test_the_verdict_names_failed_checks(runs: Runs, experiments: dict[str, Path
 
 @pytest.mark.slow
 def test_the_verdict_names_another_strategy(runs: Runs, experiments: dict[str, Path], tmp_path: Path) -> None:
-    """By its memory and traffic alone."""
+    """Memory and traffic alone show it."""
     mixed = proof(runs, experiments, tmp_path, "fsdp")
     mixed.done["torch_ref", "policy"] = runs("torch_ref", "llama", usual("llama", "zero1"))
     failed = {check.level for check in mixed.verdict().failed}

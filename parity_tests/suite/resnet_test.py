@@ -103,7 +103,7 @@ def test_float64_grid(imaged: Imaged, record_property: Record, name: str) -> Non
 
 @pytest.mark.slow
 def test_statistics_of_each_replica(imaged: Imaged) -> None:
-    """As in DDP without SyncBatchNorm: differs from global statistics, and is the same on both sides."""
+    """Differs from global statistics, like DDP without SyncBatchNorm, and is the same on both sides."""
     settings = {"mesh": "2x1", "strategy": "ddp", "parallel.batch_norm": "replica", **ACCUMULATION}
     jax, torch = (imaged(side, settings) for side in SIDES)
     assert worst(jax, torch) <= 1

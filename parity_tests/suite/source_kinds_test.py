@@ -107,7 +107,7 @@ def tensors_of(folder: Path, change: Change, model: Model = LLAMA) -> Tensors:
 
 
 def lightning(folder: Path, change: Change) -> Path:
-    """With numpy arrays and numbers among the callbacks."""
+    """Callbacks with numpy arrays and numbers."""
     state = {f"net.{name}": tensor for name, tensor in tensors_of(folder, change).items()}
     callbacks = {"EarlyStopping": {"best": np.float64(0.5), "curve": np.arange(3)}}
     torch.save({"state_dict": state, "global_step": 5, "callbacks": callbacks, "epoch": 1}, folder / "last.ckpt")
@@ -344,7 +344,7 @@ def test_both_refuse_an_index_of_another_dtype_in_the_same_words(tmp_path: Path)
 
 @pytest.mark.long
 def test_a_layer_of_an_orbax_checkpoint_is_named_by_the_array_and_its_place(tmp_path: Path) -> None:
-    """As in `jaxdist.train --init` and `convert`."""
+    """`jaxdist.train --init` and `convert` name it alike."""
     _, write, model, _ = SOURCES["the Trainer"]
     convert([str(write(tmp_path, not_finite)), str(tmp_path / "run"), "--nonfinite", "keep"])
     (name,) = (n for n, a in arrays(checkpoint_in(tmp_path / "run")).items() if np.isnan(numbers_of(tmp_path, a)).any())
@@ -447,7 +447,7 @@ def test_training_starts_from_the_masters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ZeRO 2", "ZeRO 3, the folder around", "the Trainer", "Hugging Face"])
 def test_both_keep_the_files_beside_the_weights(name: str, tmp_path: Path) -> None:
-    """For the way back: the source's config.json, tokenizer and dtype."""
+    """Keeps the source's config.json, tokenizer and dtype for the way back."""
     _, write, _, _ = SOURCES[name]
     path = write(tmp_path, as_it_is)
     around = path if (path / "config.json").exists() else path.parent

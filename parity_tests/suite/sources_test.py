@@ -345,7 +345,7 @@ NANOGPT_FLAGS = (
 
 
 def test_gelu_is_nanogpts_on_both_sides(tmp_path: Path) -> None:
-    """Also with all other flags of the model; another GELU is refused in the same words."""
+    """All other flags of the model may be given; another GELU is refused in the same words."""
     path = nanogpt(True)(tmp_path)
     models: list[Any] = [parsed(side, path, *NANOGPT_FLAGS).model for side in SIDES]
     assert models[0] == models[1] and models[0].gelu == "exact"
@@ -408,7 +408,7 @@ NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 
 
 def test_layers_of_several_dtypes_are_widened(tmp_path: Path) -> None:
-    """In jaxdist they form one array."""
+    """They form one array in jaxdist."""
     model = MODELS["llama"]
     tensors = folder_of(tmp_path, model)
     mixed = {name: tensor.bfloat16() if ".0." in name else tensor for name, tensor in tensors.items()}

@@ -39,7 +39,7 @@ def test_a_mistake_is_detected_and_named(benchmark: Benchmark, name: str) -> Non
 
 @pytest.mark.slow
 def test_no_mistake_is_detected_where_none_is_planted(benchmark: Benchmark) -> None:
-    """By the same path: the same entry, a run of its own, the same judgement."""
+    """Runs by the same path: the same entry, a run of its own, the same judgement."""
     found = benchmark.find(NOTHING["torch_ref"])
     assert found.checks == () and found.named == ""
 

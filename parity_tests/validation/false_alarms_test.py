@@ -188,7 +188,7 @@ def test_ranks_are_renewed(tmp_path: Path) -> None:
 
 
 def test_compiled_programs_are_inherited() -> None:
-    """By a run with another seed, which keeps its own; not with another precision, mesh, length or rate."""
+    """Another seed inherits them, and keeps its own; another precision, mesh, length or rate does not."""
 
     class Machine:
         def __init__(self, experiment: Experiment) -> None:

@@ -27,7 +27,7 @@ def test_pace_and_memory(run: Run) -> None:
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.source == TITAN], ids=lambda run: run.name)
 def test_unknown_rates_of_torchtitans_gpus(run: Run) -> None:
-    """At one end of the GPUs' possible rate the plan is within 25 %, at the other beyond."""
+    """The plan is within 25 % at one end of the GPUs' possible rate, and beyond at the other."""
     least, most = (ratio(run, rate=rate) for rate in RATES)
     assert 1.15 < least < ratio(run) < 1.25 < most < 1.32
 

@@ -41,7 +41,7 @@ def test_chunks_are_the_whole(chunks: int) -> None:
 
 
 def test_the_head_s_gradient_is_not_added_up_in_low_precision() -> None:
-    """In bfloat16 any number of chunks is as accurate as one; a sum in bfloat16 is not."""
+    """Any number of chunks is as accurate as one in bfloat16; a sum in bfloat16 is not."""
     exact = graded(torch.float64, 1)[2]
 
     def error(gradient: Tensor) -> float:

@@ -49,7 +49,7 @@ def same(model: Model, first: Path, second: Path) -> None:
 @pytest.mark.parametrize("values", [LLAMA, GPT2])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_one_file(values: dict[str, Any], zipped: bool, tmp_path: Path) -> None:
-    """In today's format and that before torch 1.6; tied heads are stored too."""
+    """Written in today's format and that before torch 1.6; tied heads are stored too."""
     model, first, second = folders(tmp_path, values)
     tensors = load_file(first / "model.safetensors")
     if "lm_head.weight" not in tensors:

@@ -44,7 +44,7 @@ def test_private_names_exist(module: str) -> None:
 
 
 def test_fsdp_reports_its_offload_policy() -> None:
-    """By an attribute of its state: a property, or set on each instance."""
+    """An attribute of its state reports it: a property, or set on each instance."""
     assert "_fsdp_param_group" in inspect.getsource(FSDPState)
 
 

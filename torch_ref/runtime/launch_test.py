@@ -129,7 +129,7 @@ SILENT = ["[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms
 def test_a_collective_that_lost_a_rank_is_reported_in_one_line(
     rank: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a store to ask, ranks 0 and 1 report it, as rank 0 may be the lost one."""
+    """Ranks 0 and 1 report it without a store to ask, as rank 0 may be the lost one."""
     state = "which does not answer: it hangs" if text in SILENT else "which is gone"
     message = f"rank {rank} waited in a collective for another rank, {state}"
     with pytest.raises(SystemExit) as ended, launch.without_the_others(rank, of_start=False):

@@ -54,7 +54,7 @@ def test_adafactor_is_torchs(own: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torchs(nesterov: bool, fn: str) -> None:
-    """In bfloat16, as torch's always computes, to one rounding a step: torch multiplies one matrix at a time."""
+    """Equal to one rounding a step in bfloat16, in which torch always computes, one matrix at a time."""
     muon: dict[str, Any] = {"momentum": 0.95, "nesterov": nesterov, "ns_steps": 5, "adjust_lr_fn": fn}
     tensors = parameters(torch.float32, *SHAPES.values(), (5,))
     groups = [{"params": tensors[:-1], "use_muon": True}, {"params": tensors[-1:], "use_muon": False}]

@@ -76,7 +76,7 @@ def test_tied_gpt2(tmp_path: Path) -> None:
 
 
 def test_the_single_file_goes_before_the_index(original: Path, tmp_path: Path) -> None:
-    """As in transformers."""
+    """transformers also prefers it."""
     folder = sharded(original, tmp_path / "bin")
     tensors = load_torch(original / "model.safetensors")
     torch.save({name: tensor + 1 for name, tensor in tensors.items()}, folder / BIN)

@@ -130,7 +130,7 @@ def test_weights_alone_below_app(tmp_path: Path) -> None:
 
 
 def test_settings_are_no_optimizer(tmp_path: Path) -> None:
-    """Of two candidates the one with a state is the optimizer."""
+    """The candidate with a state is the optimizer."""
     weights, kept = trained(tmp_path)
     tree = {"model": weights, "optimizer": {"name": "adamw"}, "optimizer_state_dict": kept}
     content = dcp_files.read_content(saved_dcp(tmp_path / "dcp", tree), EXPERIMENT)
@@ -330,7 +330,7 @@ def test_verify_looks_at_the_checksums_of_parts(
 
 
 def test_our_own_trees_are_nested_as_in_torch_ref(tmp_path: Path) -> None:
-    """Of a run and of a converted one: model, optimizer and loss scale are dicts of the tree."""
+    """Model, optimizer and loss scale are dicts of the tree, in a run's checkpoint and a converted one."""
     drawn = content_of(Llama(**SMALL))
     values = drawn.experiment.model_dump(exclude_none=True) | {"precision": {"policy": "fp16"}}
     content = replace(drawn, experiment=Experiment.parse(values, source="test"), scaling=state_of(4096.0, 3))

@@ -37,20 +37,20 @@ STEP = 120
 
 
 class ZeroStageEnum(int, Enum):
-    """As in deepspeed.runtime.zero.config."""
+    """Copy of deepspeed.runtime.zero.config's."""
 
     optimizer_states, gradients, weights = 1, 2, 3
 
 
 class LossScaler:
-    """As in deepspeed.runtime.fp16.loss_scaler."""
+    """Copy of deepspeed.runtime.fp16.loss_scaler's."""
 
     def __init__(self) -> None:
         self.cur_scale, self.dynamic, self.dtype = 1.0, False, torch.bfloat16
 
 
 class fragment_address:
-    """As in deepspeed.utils.tensor_fragment."""
+    """Copy of deepspeed.utils.tensor_fragment's."""
 
     def __init__(self, numel: int, start: int) -> None:
         self.numel, self.start = numel, start
@@ -207,7 +207,7 @@ def read_content(path: Path, **given: Any) -> Content:
 @pytest.mark.parametrize("layout", [zero_2, zero_3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 11])
 def test_shards_become_full_tensors(layout: Any, ranks: int, tmp_path: Path) -> None:
-    """With 11 ranks, whose names do not sort by number."""
+    """Names of 11 ranks do not sort by number."""
     trained = Trained(tmp_path)
     tag = layout(tmp_path / "run", trained, ranks)
     check(read_content(tag), trained)

@@ -47,7 +47,7 @@ def test_weights_moments_and_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "exp_avg", "step"])
 def test_a_missing_file_is_named(kind: str, tmp_path: Path) -> None:
-    """If it belongs to the optimizer, weights alone can do without it."""
+    """Weights alone can do without an optimizer's file."""
     tag = universal(tmp_path / "run", Trained(tmp_path))
     (tag / f"zero/model.norm.weight/{kind}.pt").unlink()
     with pytest.raises(ConfigError, match=rf"it has no zero/model.norm.weight/{kind}.pt; give the whole folder"):

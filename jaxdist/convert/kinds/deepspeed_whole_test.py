@@ -36,7 +36,7 @@ LAYOUTS = ("fused, one group", "fused, two groups", "one group", "two groups", "
 
 
 def whole(folder: Path, trained: Trained, layout: str, bits: str = "bfloat16", **kept: Any) -> Path:
-    """As the engine writes one without ZeRO: FP16_Optimizer's vectors, FP16_UnfusedOptimizer's lists, or torch's."""
+    """Checkpoint of the engine without ZeRO: FP16_Optimizer's vectors, FP16_UnfusedOptimizer's lists, or torch's."""
     names = [*trained.tensors]
     groups = trained.groups if "two" in layout else [names]
     groups = [[name for name in names if name in group] for group in groups]
@@ -75,7 +75,7 @@ def whole(folder: Path, trained: Trained, layout: str, bits: str = "bfloat16", *
 
 @pytest.mark.parametrize(("layout", "model"), [*((layout, LLAMA) for layout in LAYOUTS[1:]), (LAYOUTS[0], TIED)])
 def test_fp32_weights_and_moments(layout: str, model: Any, tmp_path: Path) -> None:
-    """Not the narrow copies; config.json is in the parent folder, as with ZeRO."""
+    """The narrow copies are left behind; config.json is in the parent folder, as with ZeRO."""
     trained = Trained(tmp_path, model)
     tag = whole(tmp_path / "run", trained, layout)
     for path in (tag, tag.parent):
@@ -123,7 +123,7 @@ def grown(kept: dict[str, Any], steps: int) -> list[float]:
 
 @pytest.mark.parametrize(("count", "overflow"), [(1, -1), (6, -1), (7, 4), (8, 6), (30, 11)])
 def test_the_loss_scale_grows_when_theirs_does(count: int, overflow: int) -> None:
-    """Under GradScaler's rule, which counts good steps."""
+    """GradScaler's rule counts good steps instead."""
     kept = SCALE | {"cur_iter": count, "last_overflow_iter": overflow, "scale_window": 3}
     scaler, ours = scaler_of(Path("file"), kept), []
     scale, good = scaler["scale"], scaler["_growth_tracker"]

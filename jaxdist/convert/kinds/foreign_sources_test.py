@@ -97,7 +97,7 @@ class TestNames:
 
     @pytest.mark.parametrize("kind", often(["hf", "torch", "dcp"], ["hf", "torch"]))
     def test_a_tied_head_without_the_embedding(self, kind: str, tmp_path: Path) -> None:
-        """As left by `safetensors.torch.save_model`, which keeps the alphabetically first of two names."""
+        """`safetensors.torch.save_model` keeps the alphabetically first of two names."""
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
         whole = written(tmp_path / "whole", "hf" if kind == "hf" else "torch", content_of(TIED))
         source, model = tmp_path / "source", config(tmp_path, TIED)
@@ -158,7 +158,7 @@ class TestDistributed:
     )
     @pytest.mark.parametrize("model", [MODEL, TIED])
     def test_it_comes_back_under_its_names(self, kind: str, model: Any, tmp_path: Path) -> None:
-        """For a state dict alone and a tree with an optimizer; with a tied head too."""
+        """A state dict alone, and a tree with an optimizer; with a tied head too."""
         tree = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)
         names = [name for group in tree["optimizer"]["param_groups"] for name in group["param_names"]]
         state = dict(zip(names, tree["optimizer"]["state"].values(), strict=True))
@@ -295,7 +295,7 @@ class TestDtypes:
     @pytest.mark.parametrize("layer", [0, 1])
     @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
     def test_layers_of_several(self, layer: int, dry: list[str], tmp_path: Path) -> None:
-        """In jaxdist all layers are one array of one dtype."""
+        """All layers are one array of one dtype in jaxdist."""
         source = self.mixed(tmp_path, layer)
         with pytest.raises(ConfigError, match=r"layers.mlp.up_proj.kernel: its layers are bfloat16, float32"):
             main([str(source), str(tmp_path / "b"), *dry])

@@ -332,7 +332,7 @@ class TestCommandLine:
 
     @pytest.mark.parametrize("killed", ["before", "after"])
     def test_a_kill_while_a_target_was_replaced(self, killed: str, tmp_path: Path) -> None:
-        """Between the two renames the old target is restored; afterwards the rest of it is removed."""
+        """The old target is restored after a kill between the two renames; later its remains are removed."""
         source = written(tmp_path / "a", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
         main([str(source), str(tmp_path / "b")])
         right = tensors(tmp_path / "b")
@@ -421,7 +421,7 @@ def test_a_full_disk_is_reported(full: str, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_a_failure_leaves_nothing(kind: str, tmp_path: Path) -> None:
-    """Also while moments are written beside the failing weights."""
+    """Moments may be in progress beside the failing weights."""
     content = content_of(MODELS["Qwen2ForCausalLM"])
     large = {
         **content.groups[PARAMETERS],

@@ -44,7 +44,8 @@ def beside_weights(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("way", [[], ["run"], ["a.pt", "run"], ["dcp"]], ids=str)
 def test_which_files_come_along(way: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through any kinds; other formats' weights, hidden files, folders and links to outside are named."""
+    """Companion files pass through any kinds; other formats' weights, hidden files, folders and links to outside are
+    named."""
     if way != ["run"] and way:
         pytest.importorskip("torch")
     source = folder(tmp_path / "a", ALONG | BEHIND)

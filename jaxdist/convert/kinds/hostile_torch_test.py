@@ -115,7 +115,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("old", [False, True])
     def test_a_sign_that_is_a_bit_of_the_tensor(self, old: bool, tmp_path: Path) -> None:
-        """For instance x.conj().imag, a view of x.imag with a negative bit; and x.conj()."""
+        """x.conj().imag is a view of x.imag with a negative bit; x.conj() has a conjugate bit."""
         x, y = torch.randn(2, 3, 5, dtype=torch.complex64).unbind()
         tree = {"negative": x.conj().imag, "turned": x.conj().imag.T, "conjugate": y.clone().conj()}
         assert tree["negative"].is_neg() and tree["conjugate"].is_conj()

@@ -69,7 +69,7 @@ def test_prefixes_come_off_and_come_back(case: tuple[str, Any], tmp_path: Path) 
 
 @pytest.mark.long
 def test_a_base_model_within(tmp_path: Path) -> None:
-    """Without a head transformers' names have no prefix of their own."""
+    """transformers' names have no prefix of their own without a head."""
     tied = MODELS["Qwen3ForCausalLM"]
     found = lightning(tmp_path / "a.ckpt", "", tied)
     base = {n.removeprefix("model."): t for n, t in found["state_dict"].items() if n != "lm_head.weight"}
@@ -171,7 +171,7 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", often(SCHEDULES, ["warm-up", "one cycle", "lambda", "steps"]))
 def test_the_rule_of_a_scheduler_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If its state has the rule, at each later step; otherwise the config's is taken, and reported."""
+    """The rule in its state gives each later step's rate; without one the config's is taken, and reported."""
     make, unlike = SCHEDULES[name]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2e-3)
     with warnings.catch_warnings():

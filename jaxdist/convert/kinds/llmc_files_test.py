@@ -94,7 +94,7 @@ def test_the_vocabulary_of_gpt2(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_moments_and_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From one process; other processes' files are named as left behind."""
+    """States of other processes are named as left behind."""
     weights = model(tmp_path / "model_00000040.bin", 5)
     m, v, masters = drawn(1), drawn(2), drawn(3)
     v = {name: np.abs(array) for name, array in v.items()}

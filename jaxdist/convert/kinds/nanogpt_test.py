@@ -159,7 +159,7 @@ SCHEDULE = ["[optimizer]", "learning_rate = 6e-4", "warmup = 5", "decay_steps = 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_schedule_with_the_current_rate_is_kept(late: int, tmp_path: Path) -> None:
-    """Whether the loop sets the rate before a step, or a scheduler sets the next step's."""
+    """A loop may set the rate before a step, or a scheduler the next step's."""
     found = checkpoint(tmp_path / "ckpt.pt", config={})
     for group in found["optimizer"]["param_groups"]:
         group["lr"] = get_lr(9 - late)
@@ -211,7 +211,7 @@ def test_weights_that_do_not_fit_its_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_schedule_is_mended_on_the_resume(tmp_path: Path) -> None:
-    """Before the first step after a conversion; the run then trains by it."""
+    """The first resume after a conversion may set the schedule; the run then trains by it."""
     from jaxdist.train import main as train
 
     checkpoint(tmp_path / "ckpt.pt", config={})

@@ -89,7 +89,7 @@ def test_companion_files_with_other_names_are_refused(name: Any, tmp_path: Path)
 
 @pytest.mark.long
 def test_companion_files_are_in_memory_once(tmp_path: Path) -> None:
-    """Once when read; writing takes no more."""
+    """Reading holds one copy; writing takes no more."""
     files = {"LICENSE": bytes(8_000_000), "merges.txt": b"", "tokenizer.json": b"{}"}
     written(tmp_path / "a.pt", "torch", logged())  # imports allocate too
     content = replace(logged(), origin=Origin("hf", "huggingface", files=files))

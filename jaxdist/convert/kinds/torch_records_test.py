@@ -163,7 +163,7 @@ def test_records_that_cannot_be(case: str, tmp_path: Path) -> None:
 
 
 def test_a_tensor_beyond_its_record(tmp_path: Path) -> None:
-    """Behind the record are other tensors' numbers."""
+    """Other tensors' numbers follow the record."""
     torch.save({"a": torch.arange(5.0), "b": torch.arange(100.0)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
         content = archive.read("a/data.pkl")

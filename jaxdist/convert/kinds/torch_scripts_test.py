@@ -105,14 +105,14 @@ class TestScripts(TorchFiles):
         assert exponential.learning_rate == default.learning_rate
 
     def test_without_a_scheduler_the_rate_stays(self, tmp_path: Path) -> None:
-        """Unless a config says otherwise."""
+        """A config may say otherwise."""
         self.script(tmp_path / "a.pt")
         (tmp_path / "config.json").write_text(json.dumps(to_settings(self.model, "float32")))
         o = torch_files.read_content(tmp_path / "a.pt").experiment.optimizer
         assert (o.learning_rate, o.decay, o.warmup) == (1e-3, "constant", 0)
 
     def test_more_steps_change_the_groups(self, tmp_path: Path) -> None:
-        """After more steps rate and counters are current, under the script's names."""
+        """Rate and counters are current after more steps, under the script's names."""
         self.script(tmp_path / "a.pt", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, 1e-4))
         content = torch_files.read_content(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
         later = replace(content, step=25, updates=25)

@@ -162,7 +162,7 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def test_weights_alone(tmp_path: Path) -> None:
-    """With `last_save_model_only`."""
+    """Checkpoint of `last_save_model_only`."""
     content = read_content(saved(tmp_path / "step-9", current_name, training=False))
     assert (content.step, content.updates, [*content.groups]) == (0, None, [PARAMETERS])
     main([str(tmp_path / "step-9"), str(tmp_path / "hf"), "--to", "hf", *config(tmp_path, LLAMA)])

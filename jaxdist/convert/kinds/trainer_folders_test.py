@@ -105,7 +105,7 @@ def accelerate(folder: Path, trained: Trained) -> Path:
 
 
 def sharded(folder: Path, trained: Trained) -> Path:
-    """With FSDP's SHARDED_STATE_DICT."""
+    """A folder of FSDP's SHARDED_STATE_DICT."""
     accelerate(folder, trained)
     for name in ("model.safetensors", "optimizer.bin"):
         (folder / name).unlink()
@@ -117,7 +117,7 @@ def sharded(folder: Path, trained: Trained) -> Path:
 
 
 def full(folder: Path, trained: Trained) -> Path:
-    """With FSDP's FULL_STATE_DICT."""
+    """A folder of FSDP's FULL_STATE_DICT."""
     accelerate(folder, trained)
     (folder / "model.safetensors").unlink()
     torch.save(trained.tensors, folder / "pytorch_model_fsdp.bin")
@@ -269,7 +269,7 @@ COPIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("key", COPIES)
 def test_a_second_copy_of_the_weights_is_named(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For instance fp32 masters beside bf16 weights."""
+    """fp32 masters beside bf16 weights, for instance."""
     trained = Trained(tmp_path)
     half = {name: tensor.bfloat16() for name, tensor in trained.tensors.items()}
     torch.save({"model": half, key: COPIES[key](trained.tensors)}, tmp_path / "a.pt")
@@ -289,7 +289,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_checkpoints_names_the_last(tmp_path: Path) -> None:
-    """By number: 10 comes after 9."""
+    """Ordered by number: 10 comes after 9."""
     trained = Trained(tmp_path)
     for name in ("checkpoint-9", "checkpoint-10"):
         huggingface(tmp_path / "output" / name, trained)
@@ -328,7 +328,7 @@ def test_weights_alone_name_the_state_beside_them(tmp_path: Path, capsys: pytest
 
 
 def test_weights_alone_are_a_checkpoint_too(tmp_path: Path) -> None:
-    """With `save_only_model` the step is still known."""
+    """`save_only_model` still records the step."""
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     (folder / "optimizer.pt").unlink()
     (folder / "scheduler.pt").unlink()
@@ -358,7 +358,7 @@ def test_a_part_names_its_folder(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("linear", 4), ("cosine", 3), ("constant", 0)])
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_schedule_is_found(schedule: str, warmup: int, late: int, tmp_path: Path) -> None:
-    """Whether the rate is logged before the scheduler's step or after it."""
+    """The rate may be logged before the scheduler's step or after it."""
     trained = Trained(tmp_path, schedule=schedule, warmup=warmup)
     base, rule = trained.scheduler.base_lrs[0], trained.scheduler.lr_lambdas[0]
     rate = rule if schedule != "constant" else lambda k: 1.0

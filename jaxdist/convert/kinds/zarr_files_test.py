@@ -18,7 +18,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.mark.parametrize("shape", [(), (7,), (128256, 4096), (50257, 768), (16_000_003, 1), (3, 20_000_000), (0, 4)])
 def test_chunks_are_whole_rows(shape: tuple[int, ...]) -> None:
-    """At most CHUNK bytes unless a row is larger, and as even as possible; the last one is padded."""
+    """Chunks have at most CHUNK bytes unless a row is larger, and are as even as possible; the last one is padded."""
     chunk = rows_of(shape, BFLOAT16)
     assert chunk[1:] == shape[1:]
     if shape and shape[0]:

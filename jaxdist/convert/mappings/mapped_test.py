@@ -105,7 +105,7 @@ def test_a_folder_is_not_named_as_a_file(name: str, files: tuple[Path, Path, Pat
 
 @pytest.mark.parametrize("sealed", [".", "params"])
 def test_a_source_that_changed(sealed: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """Against the manifest of the tree, or of the checkpoint around it."""
+    """Detected by the manifest of the tree, or of the checkpoint around it."""
     ours, like, mapping = files
     theirs, again = tmp_path / "theirs.safetensors", tmp_path / "again"
     main([str(ours), str(theirs), "--mapping", str(mapping)])
@@ -207,7 +207,7 @@ def test_trees_that_cannot_be_written(values: Any, message: str, more: list[str]
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways, as counted by numpy; loading everything at once exceeds the bound."""
+    """Allocations counted by numpy, both ways; loading everything at once exceeds the bound."""
     values = {f"l_{i}": {"kernel": np.full((600, 600), i, np.float32)} for i in range(24)}
     mapping = KeyMapping((Row("l_{layer}.kernel", "l.{layer}.weight", "transpose"),))
     mapping.save(tmp_path / "mapping.toml")

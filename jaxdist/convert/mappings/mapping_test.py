@@ -151,7 +151,7 @@ class TestSuggestion:
         assert {row.ours for row in suggestion.unsure} == {"b.w"}
 
     def test_square_matrices_follow_the_others(self) -> None:
-        """If kernels are (in, out) in torch too, like Conv1D's, a square one follows them, marked as unsure."""
+        """A square kernel follows others that are (in, out) in torch too, like Conv1D's, marked as unsure."""
         ours = {"up.kernel": (4, 6), "out.kernel": (4, 4)}
         theirs = {"up.weight": (4, 6), "out.weight": (4, 4)}
         suggestion = suggest(ours, theirs)

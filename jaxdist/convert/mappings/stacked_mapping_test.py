@@ -329,7 +329,7 @@ def test_layers_that_are_of_two_kinds_in_turns_or_counted_from_one_are_whole() -
 
 
 def test_suggested_rows_of_layers_with_a_gap_are_accepted() -> None:
-    """For instance Linear layers of a Sequential with parameterless ones between."""
+    """Linear layers of a Sequential have parameterless ones between, for instance."""
     names = [f"net.{i}.weight" for i in (0, 2, 4)]
     rows = suggest(dict.fromkeys(names, (D, F)), dict.fromkeys(names, (D, F))).mapping.rows
     assert sorted(row.ours for row in rows) == names
@@ -398,7 +398,7 @@ def test_verify_lists_what_it_did_not_compare(tmp_path: Path, capsys: pytest.Cap
 def test_verify_names_rows_that_shapes_do_not_check(
     shape: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With as many layers as rows, or square matrices, a wrong axis or transform keeps the shapes."""
+    """A wrong axis or transform keeps the shapes of square matrices, or of as many layers as rows."""
     source = saved(tmp_path / "source", {"b": {"w": np.ones(shape, np.float32)}, "n": np.ones(3, np.float32)})
     row, other = Row("b.w", "l.{layer}.w", "transpose"), Row("n", "n")
     KeyMapping((row, other)).save(tmp_path / "m.toml")
@@ -413,7 +413,7 @@ def test_verify_names_rows_that_shapes_do_not_check(
 @pytest.mark.parametrize("head", [64, 128, 96])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_a_scale_is_rounded_once(head: int, dtype: Any) -> None:
-    """As in MaxText's converter: float32, then the dtype. Exact both ways for a power of four."""
+    """MaxText's converter scales in float32, then casts. Exact both ways for a power of four."""
     mapping = KeyMapping((Row("w", "w", scale="sqrt_last"),))
     ours: Any = np.random.default_rng(0).normal(size=(100, head)).astype(dtype)
     theirs: Any = mapping.to_theirs({"w": ours})["w"]
@@ -429,7 +429,7 @@ def test_a_scale_is_rounded_once(head: int, dtype: Any) -> None:
 
 
 def test_a_scale_is_that_of_a_layer() -> None:
-    """With layers along the last axis, the scale uses the axis before."""
+    """The scale uses the axis before the last if layers are along the last."""
     mapping = KeyMapping((Row("w", "l.{layer}.w", axis=1, scale="sqrt_last"),))
     assert np.array_equal(mapping.to_theirs({"w": np.ones((16, 3), np.float32)})["l.2.w"], np.full(16, 4, np.float32))
 

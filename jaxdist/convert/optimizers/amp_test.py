@@ -50,7 +50,7 @@ def config(folder: Path, policy: str) -> list[str]:
 @pytest.mark.parametrize("policy", often(["", "fp16"], ["fp16"]))
 @pytest.mark.parametrize("key", SCALER_STATES)
 def test_it_goes_on_by_its_own_rule(key: str, policy: str, tmp_path: Path) -> None:
-    """Also where --model has another rule; Apex's is GradScaler's default."""
+    """--model's rule is not used; Apex's is GradScaler's default."""
     file = script(tmp_path, **{key: SCALER_STATES[key](1024.0, 3)})
     main([str(file), str(tmp_path / "run"), *(config(tmp_path, policy) if policy else []), "--verify"])
     found = orbax_files.read_content(tmp_path / "run")

@@ -172,7 +172,7 @@ def test_a_given_schedule_sets_later_rates(save: Save, tmp_path: Path, capsys: p
 @pytest.mark.long
 @pytest.mark.parametrize("save", SOURCES)
 def test_the_flag_that_the_message_names_leads_on(save: Save, tmp_path: Path) -> None:
-    """By the command, for every kind with an optimizer of torch's."""
+    """Run by the command, for every kind with an optimizer of torch's."""
     source, config = save(tmp_path, ALONE), tmp_path / "model.toml"
     given = model(learning_rate=PEAK, **SHAPE).model_dump(exclude_unset=True)
     config.write_text(tomli_w.dumps(given))
@@ -185,7 +185,7 @@ def test_the_flag_that_the_message_names_leads_on(save: Save, tmp_path: Path) ->
 
 
 def test_the_flag_without_a_schedule_is_refused(tmp_path: Path) -> None:
-    """Also for a kind without such an optimizer."""
+    """A kind without such an optimizer refuses the flag too."""
     source = file(tmp_path, LAMBDA)
     with pytest.raises(ConfigError, match=r"--peak schedule: .* has no schedule that can be read; give one by --model"):
         read_content(source, model(), peak="schedule")

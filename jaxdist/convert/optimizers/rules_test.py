@@ -144,7 +144,7 @@ def script(file: Path, build: Any, folder: Path) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("name", often(CLASSES, ["adam with decay", "sgd"]))
 def test_a_script_gets_its_own_back(name: str, tmp_path: Path) -> None:
-    """Through a run whose optimizer has the same settings."""
+    """The run between has the same optimizer settings."""
     saved = script(tmp_path / "a.pt", CLASSES[name], tmp_path)
     config = tmp_path / "model.toml"
     experiment = KINDS["torch"].format.read_content(tmp_path / "weights.pt").experiment

@@ -43,7 +43,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_requested_schedule_continues(kind: str, tmp_path: Path) -> None:
-    """Also without a log, and with warm-up as a share of the steps."""
+    """Works without a log, and with warm-up as a share of the steps."""
     trained = Trained(tmp_path, schedule=kind, rule=SCHEDULES[kind])
     trained.log = []
     folder = arguments(
@@ -56,7 +56,7 @@ def test_the_requested_schedule_continues(kind: str, tmp_path: Path) -> None:
 
 
 def test_batch_clip_and_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From two processes, each with a state of its random numbers."""
+    """Two processes, each with a state of its random numbers."""
     folder = arguments(huggingface(tmp_path / "checkpoint-9", Trained(tmp_path)), bf16=True)
     for rank in range(2):
         (folder / f"rng_state_{rank}.pth").write_bytes(b"")
@@ -110,7 +110,7 @@ def test_arguments_that_do_not_continue_are_named(
 
 
 def test_a_given_model_is_completed(tmp_path: Path) -> None:
-    """Without config.json: the Trainer's arguments fill what --model leaves out."""
+    """The Trainer's arguments fill what --model leaves out, without config.json."""
     folder = arguments(huggingface(tmp_path / "checkpoint-9", Trained(tmp_path)))
     whole = KINDS["trainer"].format.read_content(folder).experiment
     (folder / "config.json").unlink()

@@ -63,7 +63,7 @@ def test_another_rule_is_refused_by_its_name(name: str) -> None:
     ],
 )
 def test_a_rule_with_the_state_of_another(name: str, kept: list[str], settings: dict[str, Any]) -> None:
-    """Only the groups' settings distinguish it from AdamW or SGD."""
+    """Settings of the groups alone distinguish it from AdamW or SGD."""
     with pytest.raises(ConfigError, match=f"its optimizer is {name}, a rule that jaxdist does not have"):
         rule_of("a.pt", kept, [{"lr": 1e-3, "betas": (0.9, 0.999), **settings}])
 
