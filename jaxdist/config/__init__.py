@@ -26,6 +26,7 @@ from jaxdist.config.experiment import (
     Metrics,
     Train,
 )
+from jaxdist.config.images import ImageModel
 from jaxdist.config.model import Model, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, Optimizer, state_kinds
 from jaxdist.config.parallel import AXES, Parallel
@@ -43,6 +44,7 @@ __all__ = [
     "Data",
     "Decoder",
     "Experiment",
+    "ImageModel",
     "Memory",
     "Metrics",
     "Model",

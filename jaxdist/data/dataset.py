@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError, Data, Experiment, Model, Train
+from jaxdist.config import ConfigError, Data, Experiment, ImageModel, Model, Train
 from jaxdist.config.data import SOURCES
-from jaxdist.config.images import ImageModel
 from jaxdist.config.plugins import function
 from jaxdist.data.blocks import Earlier
 from jaxdist.data.images import Pictures, open_pictures

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError, Data
-from jaxdist.config.images import ImageModel
+from jaxdist.config import ConfigError, Data, ImageModel
 from jaxdist.data.blocks import Earlier, fingerprint_of
 from jaxdist.data.files import SPLITS, names, siblings, split_of
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from jaxdist.config.images import ImageModel
+from jaxdist.config import ImageModel
 from jaxdist.config.section import Count, Counts, Share
 
 MOST_BLOCKS = 1_000  # blocks are modules of their own
