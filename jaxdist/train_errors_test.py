@@ -233,6 +233,6 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, capfd: pytest
     assert [entry.name for entry in (path / "checkpoints").iterdir()] == ["1"]
 
 
-def test_a_mesh_of_what_is_left_needs_devices_to_count() -> None:
+def test_a_mesh_of_the_remaining_devices_needs_devices_to_count() -> None:
     done = command(*SHORT_RUN, "--mesh", "-1x1")
     assert done.returncode == 2 and "-1 needs a known number of devices" in done.stderr

@@ -85,7 +85,7 @@ def test_the_output_must_be_new(tmp_path: Path) -> None:
         main(["--mesh", "1x1", "--output", str(tmp_path)])
 
 
-def test_a_mesh_that_cannot_be_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_an_impossible_mesh_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.batch = 8 sequences cannot be divided over data × fsdp = 3"):
         main([*RUN, "--mesh", "3x1", "--output", str(tmp_path / "proof")])
     assert not (tmp_path / "proof").exists()
@@ -101,6 +101,6 @@ def test_too_few_steps(steps: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "~nobody-of-that-name/run", ""])
-def test_a_reference_that_cannot_be(name: str, tmp_path: Path) -> None:
+def test_an_impossible_reference(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         main(["--against", name, "--output", str(tmp_path / "new")])

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.long
         ("--mesh 2x1 --device gpu", "needs 2 GPUs here, there are 1"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused_before_any_rank_starts(
+def test_an_impossible_mesh_is_refused_before_any_rank_starts(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -159,7 +159,7 @@ def test_a_step_that_is_not_finite_ends_a_run(tmp_path: Path) -> None:
     assert re.search(r"step 3: grad_norm = inf; .* is gradient norm.weight\..*checkpoints/2\.", result.stderr)
 
 
-def test_an_output_that_cannot_be_is_refused_before_any_rank_starts(
+def test_an_impossible_output_is_refused_before_any_rank_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

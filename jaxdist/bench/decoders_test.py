@@ -105,7 +105,7 @@ def test_devices_by_their_names() -> None:
 
 
 @pytest.mark.slow
-def test_on_cpus_in_earnest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_section_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The whole section for a small model, a small product and eager torch, on CPUs."""
     monkeypatch.setattr(decoders, "gpus", lambda: ("NVIDIA H100",))
     monkeypatch.setattr(decoders, "SIZE", 64)

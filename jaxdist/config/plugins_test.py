@@ -163,7 +163,7 @@ def test_an_import_that_fails_is_reported_by_its_own_message(package: Package, s
     assert tuple(registry.loaded) == ()
 
 
-def test_a_plugin_that_is_not_there(package: Package) -> None:
+def test_a_missing_plugin(package: Package) -> None:
     with pytest.raises(ConfigError, match=r"plugin 'nowhere.at_all': there is no such package on Python's path; "):
         load_named(["nowhere.at_all"])
 

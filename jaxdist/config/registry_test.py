@@ -84,7 +84,7 @@ def test_a_taken_name_is_refused_with_both_owners() -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_wrapper_of_pythons_library_does_not_own_what_is_registered_through_it() -> None:
+def test_a_wrapper_of_pythons_library_does_not_own_rows_registered_through_it() -> None:
     assert FAMILIES.owner("toy") == __name__
     wrapper = contextmanager(lambda: (_ for _ in [None]))
     wrapper()(register_family)(row := Family("toy", Toy, "nowhere.model:Toy"))

@@ -120,7 +120,7 @@ def test_a_run_from_a_torch_file_converts_without_torch(tmp_path: Path, monkeypa
             main([str(tmp_path / "run"), str(tmp_path / "b"), "--to", kind])
 
 
-def test_a_run_whose_empty_folder_nobody_kept(tmp_path: Path) -> None:
+def test_a_run_without_its_empty_folders(tmp_path: Path) -> None:
     """git and object stores keep no empty folders."""
     pytest.importorskip("torch")
     source = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen3ForCausalLM"]))

@@ -135,7 +135,7 @@ TABLES_MISTAKEN = [
     for swap in SWAPS
 ]
 BY_US = "of SOURCE by jaxdist and of TARGET by jaxdist, are equal to the bit"
-UNTOLD = "not verified: which tensor of {} is which; jaxdist reads it by the table of the conversion"
+UNVERIFIED = "not verified: which tensor of {} is which; jaxdist reads it by the table of the conversion"
 
 
 class TestLogits:
@@ -179,7 +179,7 @@ class TestLogits:
         monkeypatch.setitem(TABLES, HUGGINGFACE, swapped(*SWAPS[0]))
         main([str(hf), str(tmp_path / "b"), "--verify"])
         output = capsys.readouterr().out
-        assert BY_US in output and UNTOLD.format("SOURCE") in output
+        assert BY_US in output and UNVERIFIED.format("SOURCE") in output
 
     def test_with_a_transformers_that_is_broken(
         self, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -201,7 +201,7 @@ class TestLogits:
         capsys.readouterr()
         main([str(tmp_path / "run"), str(tmp_path / target), "--to", kind, "--verify"])
         output = capsys.readouterr().out
-        assert BY_US in output and UNTOLD.format("TARGET") in output and UNTOLD.format("SOURCE") not in output
+        assert BY_US in output and UNVERIFIED.format("TARGET") in output and UNVERIFIED.format("SOURCE") not in output
 
     @pytest.mark.parametrize("source", often(["hf", "orbax"], ["orbax"]))
     def test_other_logits_in_another_dtype_are_found(

@@ -195,7 +195,7 @@ PROSE = {
 
 
 @pytest.mark.parametrize("name", PROSE)
-def test_text_that_is_somewhat_like_csv(tmp_path: Path, name: str) -> None:
+def test_text_that_resembles_csv(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.txt").write_text(PROSE[name])
     (tmp_path / "b.txt").write_text(".")
     assert read(tmp_path) == PROSE[name].encode() + b"."

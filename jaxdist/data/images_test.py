@@ -167,7 +167,7 @@ def test_splits_of_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_images_are_known_by_their_content(tmp_path: Path) -> None:
+def test_images_are_identified_by_their_content(tmp_path: Path) -> None:
     """Two pixels or two labels swapped, with the size unchanged; an earlier version's fingerprint is accepted."""
     images, labels = RANDOM.integers(0, 256, (8, 5, 5), dtype=np.uint8), np.arange(8) // 2
     np.savez(tmp_path / "a.npz", images=images, labels=labels)

@@ -43,7 +43,7 @@ def test_a_config_without_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("index", "shard"), [(INDEX, SHARD), (BIN_INDEX, BIN_SHARD)])
-def test_a_shard_that_is_not_there(index: str, shard: str, tmp_path: Path) -> None:
+def test_a_missing_shard(index: str, shard: str, tmp_path: Path) -> None:
     others = [shard.replace("00001", number) for number in ("00002", "00003")]
     places = {"a": shard, "b": others[0], "c": others[1]}
     (tmp_path / index).write_text(json.dumps({"weight_map": places}))
@@ -62,7 +62,7 @@ def test_a_shard_that_is_not_there(index: str, shard: str, tmp_path: Path) -> No
     assert indexed(tmp_path, index) == {name: tmp_path / file for name, file in places.items()}
 
 
-def test_a_file_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_called_damaged(tmp_path: Path) -> None:
     message = r"a.pt: the file is missing; copy it there, or download it again$"
     with pytest.raises(ConfigError, match=message), loading(tmp_path / "a.pt"):
         (tmp_path / "a.pt").read_bytes()

@@ -35,7 +35,7 @@ MEASURED: list[tuple[str, dict[str, Any], float, float]] = [
 
 
 @pytest.mark.parametrize(("config", "fields", "took", "within"), MEASURED)
-def test_what_a_gpu_took(config: str, fields: dict[str, Any], took: float, within: float) -> None:
+def test_measurements_of_a_gpu(config: str, fields: dict[str, Any], took: float, within: float) -> None:
     assert plan(config, "h200", **fields).tokens_per_second == pytest.approx(took, rel=within)
 
 
@@ -149,7 +149,7 @@ def test_the_host_is_paid_for() -> None:
     assert e.memory["host"] == e.footprint.optimizer_state
 
 
-def test_a_dtype_that_a_device_has_not() -> None:
+def test_a_dtype_that_a_device_lacks() -> None:
     with pytest.raises(ConfigError, match=r"precision.compute = float64: tpu-v5p has no rate for it; use bfloat16 or"):
         assert plan("llama-1b", "tpu-v5p", precision__policy="fp64").time
 

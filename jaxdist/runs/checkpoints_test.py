@@ -338,7 +338,7 @@ def test_a_run_reports_its_saves(
     assert ("make room" in str(raised.value)) is (why == REASON)  # this helps against nothing else
 
 
-def test_a_run_of_which_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "LINGER", 0.0)
     saves = Saves(tmp_path, Checkpoint(failure="go on"))
     with saves.writing(2):
@@ -412,7 +412,7 @@ def test_a_folder_that_is_gone_is_the_reason(tmp_path: Path, error: Exception, r
     assert saves.failed == {8: reason}
 
 
-def test_a_run_whose_last_step_is_not_to_be_saved(tmp_path: Path) -> None:
+def test_a_run_that_does_not_save_its_last_step(tmp_path: Path) -> None:
     """The last line names existing checkpoints alone."""
     run, why = Path("run"), "; checkpoint.final = false leaves out the last"
     saves = Saves(tmp_path, Checkpoint(final=False, every=4))

@@ -94,7 +94,7 @@ def test_a_folder_that_is_removed_in_the_middle_of_a_run(
 
 
 @pytest.mark.parametrize("failure", ["stop", "go on"])
-def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
+def test_a_disk_that_is_full_when_the_log_is_flushed(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Network file systems and quotas report it only when data are flushed."""
@@ -224,8 +224,8 @@ def test_another_accumulation_of_the_same_batch(name: str, tmp_path: Path) -> No
         return
     with pytest.raises(ConfigError, match=r"computed within a microbatch; resume it with --train.accumulation 1, or"):
         RunFolder(tmp_path, other, resume=True)
-    as_told = parsed("--resume", str(tmp_path), "--train.accumulation", "1").experiment
-    RunFolder(tmp_path, as_told, resume=True)
+    followed = parsed("--resume", str(tmp_path), "--train.accumulation", "1").experiment
+    RunFolder(tmp_path, followed, resume=True)
 
 
 def test_a_converted_run_chooses_its_batches(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_a_private_name_is_there(module: str) -> None:
+def test_a_private_name_exists(module: str) -> None:
     found = import_module(module)
     for name in NAMES[module].split("."):
         assert hasattr(found, name), f"{module}: {NAMES[module]} is gone; find its successor in {COMPAT}"

@@ -200,7 +200,7 @@ def mesh_or_message(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("axis", ["fsdp", "data"])
-def test_a_mesh_that_devices_cannot_be(axis: str, mesh_or_message: Callable[..., str]) -> None:
+def test_a_mesh_that_the_devices_cannot_form(axis: str, mesh_or_message: Callable[..., str]) -> None:
     given = {"mesh": f"{axis}=8", "strategy": "fsdp" if axis == "fsdp" else "ddp"}
     message = mesh_or_message(given, count=3, gpus=0)
     assert message.endswith("cannot share equally; start 1")

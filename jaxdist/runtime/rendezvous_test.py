@@ -66,7 +66,7 @@ REFUSAL = "LOCAL_RANK = 'many': must be a whole number; unset it, or let the lau
 
 
 @pytest.mark.parametrize("number", [2, NO_RANK])
-def test_a_process_whose_variables_make_no_sense_is_reported_by_the_first(number: int) -> None:
+def test_a_process_with_inconsistent_variables_is_reported_by_the_first(number: int) -> None:
     others = Present(number, 0, "b", ARGUMENTS, REFUSAL), Present(1, 3, "b", ARGUMENTS)
     first, *rest = meet(*others, size=3, seconds=2)
     assert isinstance(first, ConfigError) and str(first) == f"on b: {REFUSAL}"

@@ -102,7 +102,7 @@ ON_A_GPU = {"bf16": (43_057_504 + 2**25, 130_542_948), "fp32": (117_751_648 + 2*
 
 
 @pytest.mark.parametrize("policy", ON_A_GPU)
-def test_what_a_gpu_took(policy: str) -> None:
+def test_measurements_of_a_gpu(policy: str) -> None:
     form = replace(scratch(experiment(**{"parallel.mesh": "1x1", "precision.policy": policy})), gpu=True)
     jax_took, torch_took = ON_A_GPU[policy]
     assert sum(form.peak(JAX).values()) <= 1.4 * jax_took and jax_took <= form.most(JAX)

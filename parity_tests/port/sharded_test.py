@@ -173,7 +173,7 @@ class Unknown(nnx.Module):
         self.weight = parameter((3,), ("hiden",))
 
 
-def test_stacks_are_found_by_whatever_name() -> None:
+def test_stacks_are_found_by_any_name() -> None:
     names = {"blocks.a.kernel": 3, "blocks.b": 3, "tower.layers.c.w": 2, "tower.norm": 0, "embed": 0}
     param_specs = {
         name: ParamSpec(name, (n, 4), ("layers" if n else "vocab", "embed"), 0, 0) for name, n in names.items()

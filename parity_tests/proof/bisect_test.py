@@ -30,7 +30,7 @@ def test_a_step_is_walked_as_it_is_computed() -> None:
     ]  # fmt: skip
 
 
-def test_gradients_come_before_the_update_whatever_modules_show() -> None:
+def test_gradients_come_before_the_update_for_any_recorded_tensors() -> None:
     """A module may record its output without the output's gradient."""
     shown = [name for name in RECORD if name != "activation_gradient/layers.0.mlp.up"]
     order = list(computation_order(dict.fromkeys(shown, np.zeros(1))))

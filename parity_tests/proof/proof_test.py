@@ -150,7 +150,7 @@ def test_a_part_that_all_runs_lack_leaves_the_verdict_open(tmp_path: Path, part:
     assert lacks in verdict.open["torch_ref, policy"]
 
 
-def test_a_parameter_whose_gradient_is_zero_is_there(tmp_path: Path) -> None:
+def test_a_parameter_with_a_zero_gradient_passes(tmp_path: Path) -> None:
     """Such as GPT-2's key bias: both sides may compute zero, while other parameters' gradients are not."""
     proof = asked(tmp_path)
     judged(proof)

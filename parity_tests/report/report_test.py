@@ -183,7 +183,7 @@ def test_runs_of_the_policy_alone_have_a_heat_map_for_the_eye(tmp_path: Path) ->
     assert page.count("Heat map") == 1
 
 
-def test_the_allocator_is_shown_where_it_counts(tmp_path: Path) -> None:
+def test_the_allocator_is_shown_where_it_matters(tmp_path: Path) -> None:
     runs = pair()
     assert "allocator" not in written(tmp_path, Verdict(HOLDS), {"policy": runs})
     runs[0].summary["memory"]["allocator_peak"] = 3 * 2**21

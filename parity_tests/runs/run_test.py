@@ -213,7 +213,7 @@ def test_modules_that_hold_others_have_the_names_of_transformers(
 
 @pytest.mark.parametrize("name", ["model.layers.7.self_attn.q_proj.weight", "foo", "norm.weight"])
 @pytest.mark.parametrize("kind", [*STATES, "gradient"])
-def test_a_parameter_that_the_model_has_not(kind: str, name: str) -> None:
+def test_a_parameter_that_the_model_lacks(kind: str, name: str) -> None:
     """Ignoring it would compare a larger model only in part; a tied head is accepted."""
     record = {f"{kind}/model.norm.weight": np.ones(4), f"{kind}/lm_head.weight": np.ones((8, 4))}
     assert f"{kind}/norm.weight" in names.from_hf(record, "llama", 2)

@@ -273,7 +273,7 @@ def test_several_unreadable_arrays_give_one_error(
 
 
 @pytest.mark.long
-def test_a_chunk_of_more_memory_than_there_is(sources: Callable[[str], Whole]) -> None:
+def test_a_chunk_larger_than_the_memory(sources: Callable[[str], Whole]) -> None:
     """TensorStore would end the process."""
     whole = sources(".zarray of the optimizer")
     file = whole.files[0]

@@ -220,7 +220,7 @@ COUNTS: list[tuple[tuple[float, float | None, float | None], str]] = [
 
 
 @pytest.mark.parametrize(("counts", "message"), COUNTS)
-def test_counts_that_cannot_be_are_refused(counts: tuple[float, float | None, float | None], message: str) -> None:
+def test_impossible_counts_are_refused(counts: tuple[float, float | None, float | None], message: str) -> None:
     check_counts(Path("run/2"), 2, 0, 1.0, 0)
     with pytest.raises(ConfigError, match=f"checkpoint run/2 has {message}"):
         check_counts(Path("run/2"), 2, *counts)

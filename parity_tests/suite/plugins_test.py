@@ -330,7 +330,7 @@ def test_the_readmes_rows_are_registered() -> None:
     assert owned == [{"mine"}] * len(TABLES)
 
 
-def test_a_strategy_that_cannot_be() -> None:
+def test_an_impossible_strategy() -> None:
     with pytest.raises(ConfigError, match="strategy 'odd': parameters or gradients are sharded and the optimizer"):
         strategies.Strategy("odd", parameters=True, gradients=False, optimizer=False)
     with pytest.raises(ConfigError, match="strategy 'odd': reshards=True without sharded parameters"):

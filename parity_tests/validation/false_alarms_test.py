@@ -105,7 +105,7 @@ def test_an_alarm_is_one_and_stays_one(
 
 
 @pytest.mark.parametrize("verdict", [Verdict([]), Verdict([HALF], open={"precision": "no run"}), Verdict([FAILS])])
-def test_whatever_is_not_equivalent_is_an_alarm(verdict: Verdict) -> None:
+def test_every_other_verdict_than_equivalent_is_an_alarm(verdict: Verdict) -> None:
     result = Result.of(CASE, verdict)
     assert result.alarm and Result.read(result.line()).alarm
     assert not Result.of(CASE, Verdict([HALF])).alarm

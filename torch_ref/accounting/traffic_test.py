@@ -21,7 +21,7 @@ SCALARS = 100  # bytes; above the loss, the token count and the norm
 @pytest.mark.parametrize(
     "arguments", [ZERO2, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != ZERO2)]
 )
-def test_a_step_sends_what_its_strategy_says(train: Train, arguments: str) -> None:
+def test_a_step_sends_its_strategys_closed_form(train: Train, arguments: str) -> None:
     summary = train(arguments).summary
     size = summary["parameters"] * 8
     sent: dict[str, float] = {}

@@ -70,7 +70,7 @@ def off(run: Run, exact: Run) -> dict[str, float]:
 @needs_gpu
 @pytest.mark.parametrize("mesh", ["context=2", "data=2,context=2", "context=2,tensor=2"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_ring_loses_what_one_device_does(train: Train, mesh: str, precision: str) -> None:
+def test_a_ring_loses_no_more_than_one_device(train: Train, mesh: str, precision: str) -> None:
     exact = train(f"{RECORDED} --mesh 1x1")
     alone = off(train(f"{RECORDED} --mesh 1x1 --precision {precision}"), exact)
     lost = off(train(f"{RECORDED} --mesh {mesh} --precision {precision}", before=ON_ONE_GPU), exact)

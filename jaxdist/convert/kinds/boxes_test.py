@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 boxes = importlib.import_module("jaxdist.convert.kinds.boxes")
 
 
-def test_parts_are_a_tensor_where_each_number_is_in_one_of_them() -> None:
+def test_parts_form_a_tensor_if_each_number_is_in_exactly_one() -> None:
     """Halves of a tensor, one of them missing, moved or resized: judged as by counting numbers."""
     random, found = np.random.default_rng(0), []
     for _ in range(500):

@@ -33,7 +33,7 @@ boxes = importlib.import_module("jaxdist.convert.kinds.boxes")
 dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")
 
 
-def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
+def test_a_part_that_no_rank_wrote_is_reported(tmp_path: Path) -> None:
     """The parts of a tensor in the index must cover it."""
     tensors = dcp_files.Tensors(checkpoint_in(written(tmp_path / "run", "dcp", content_of(Llama(**SMALL)))))
     name, leaf = next(
@@ -55,7 +55,7 @@ def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-def test_parts_of_ranks_take_no_room_beside_the_tensor(
+def test_parts_of_ranks_take_no_memory_beside_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
     """A tensor of two ranks, split by rows or columns, is read a few rows at a time."""

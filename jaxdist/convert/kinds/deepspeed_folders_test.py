@@ -325,7 +325,7 @@ def test_settings_of_ds_config_complete_given_ones(
 
 
 @pytest.mark.long
-def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_schedule_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The current rate stays, the reason is reported, and the schedule after warm-up can be given."""
     long = {"warmup_num_steps": 150, "warmup_max_lr": PEAK, "total_num_steps": TOTAL}
     tag = scheduled(tmp_path / "warm", "WarmupDecayLR", long, 2e-4)

@@ -124,7 +124,7 @@ class TestNames:
         before, after = (set(KINDS[kind].format.described(path)) for path in (source, tmp_path / "back"))
         assert after == before and head in after and embedding not in after
 
-    def test_a_config_of_something_else_beside_a_file(self, tmp_path: Path) -> None:
+    def test_another_programs_config_beside_a_file(self, tmp_path: Path) -> None:
         file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
         for other in ('{"batch": 3}', "[1, 2]", "{"):
             (tmp_path / "config.json").write_text(other)

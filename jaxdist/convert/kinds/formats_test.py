@@ -354,7 +354,7 @@ class TestCommandLine:
         ):
             main([str(tmp_path / "mine"), str(tmp_path / "b")])
 
-    def test_a_target_that_cannot_be(self, tmp_path: Path) -> None:
+    def test_an_impossible_target(self, tmp_path: Path) -> None:
         source = written(tmp_path / "a", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
         with pytest.raises(ConfigError, match=r"TARGET: .*File name too long"):
             main([str(source), str(tmp_path / ("x" * 300))])

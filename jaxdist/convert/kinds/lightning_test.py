@@ -99,7 +99,7 @@ def refused(folder: Path, message: str) -> None:
     assert not (folder / "run").exists()
 
 
-def test_weights_are_looked_at_before_the_optimizer(tmp_path: Path) -> None:
+def test_weights_are_checked_before_the_optimizer(tmp_path: Path) -> None:
     """Missing or extra tensors, a second copy of the model, or another shape are not reported as a wrong order."""
     found = lightning(tmp_path / "a.ckpt", "net.")
     state = dict(found["state_dict"])

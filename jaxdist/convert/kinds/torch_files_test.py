@@ -79,7 +79,7 @@ class TestTorchFiles(TorchFiles):
         main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
         same(torch.load(tmp_path / "b.pt", weights_only=True), dict(tree["model"]))
 
-    def test_the_way_of_a_real_script(self, tmp_path: Path) -> None:
+    def test_a_round_trip_of_a_real_script(self, tmp_path: Path) -> None:
         """torch's own module and optimizer load the written file and give it back, scaler and RNG included."""
         transformers = pytest.importorskip("transformers")
         from jaxdist.formats.hf import to_settings
@@ -307,7 +307,7 @@ class TestTorchFiles(TorchFiles):
         with pytest.raises(ConfigError, match=rf"origin is damaged: its file {what} is missing"):
             main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
 
-    def test_files_that_none_of_ours_put_there(self, tmp_path: Path) -> None:
+    def test_foreign_files_in_a_run(self, tmp_path: Path) -> None:
         """They neither replace weights nor lead outside."""
         source = written(tmp_path / "a", "hf", content_of(self.model))
         main([str(source), str(tmp_path / "run")])

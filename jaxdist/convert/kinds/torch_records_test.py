@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_records_that_cannot_be(case: str, tmp_path: Path) -> None:
+def test_invalid_records(case: str, tmp_path: Path) -> None:
     torch.save({"a": torch.arange(5.0), "b": torch.arange(3.0)}, tmp_path / "a.pt")
     change, message = REFUSED[case]
     change(tmp_path / "a.pt")

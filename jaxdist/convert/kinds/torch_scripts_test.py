@@ -70,7 +70,7 @@ class TestScripts(TorchFiles):
         ids=["none", "cosine", "sequential"],
     )
     @pytest.mark.parametrize("through", often(["orbax", "dcp", "torch"], ["dcp"]))
-    def test_a_script_gets_back_what_it_saved(self, through: str, rule: Any, tmp_path: Path) -> None:
+    def test_a_script_gets_back_its_entries(self, through: str, rule: Any, tmp_path: Path) -> None:
         """All entries under their keys in order, and none of ours: groups, schedule, step."""
         saved, optimizer = self.script(
             tmp_path / "a.pt", rule, model="state_dict", step="global_step", scheduler="lr_scheduler"
@@ -177,7 +177,7 @@ class TestScripts(TorchFiles):
         assert kept.learning_rate == pytest.approx(2e-3, rel=1e-7)
 
     @pytest.mark.parametrize("step", [float("nan"), float("inf"), 1e30, 2.0**40, 0.5, -1.0])
-    def test_a_step_that_cannot_be(self, step: float, tmp_path: Path) -> None:
+    def test_an_impossible_step(self, step: float, tmp_path: Path) -> None:
         saved, _ = self.script(tmp_path / "a.pt")
         for state in saved["optimizer"]["state"].values():
             state["step"] = torch.tensor(step)

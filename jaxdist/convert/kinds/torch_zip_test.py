@@ -56,7 +56,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_tensors_where_nobody_looks_for_them(case: str, tmp_path: Path) -> None:
+def test_tensors_in_unusual_places(case: str, tmp_path: Path) -> None:
     (file, *more), _ = script(tmp_path, REFUSED[case]())
     with pytest.raises(ConfigError, match=rf"a\.pt: it has {case}"):
         main([file, str(tmp_path / "run"), *more])
@@ -78,7 +78,7 @@ def test_views_of_one_storage_are_written_once(tmp_path: Path, monkeypatch: pyte
     same(torch.load(tmp_path / "a.pt", weights_only=True), tree)
 
 
-def test_a_file_of_which_a_part_was_never_written(tmp_path: Path) -> None:
+def test_a_file_with_a_part_never_written(tmp_path: Path) -> None:
     with fake_tensor.FakeTensorMode():
         tree = {"a": torch.empty(2), "b": torch.empty(3)}
     file = torch_zip.TorchFile(tmp_path / "a.pt", tree)

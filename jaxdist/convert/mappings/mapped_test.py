@@ -234,7 +234,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["manager", "items", "pytree", "nnx"])
-def test_whatever_orbax_wrote(kind: str, tmp_path: Path) -> None:
+def test_any_kind_of_orbax_checkpoint(kind: str, tmp_path: Path) -> None:
     values: Any = tree()
     if kind == "nnx":
         values = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

@@ -171,7 +171,7 @@ def test_a_given_schedule_sets_later_rates(save: Save, tmp_path: Path, capsys: p
 
 @pytest.mark.long
 @pytest.mark.parametrize("save", SOURCES)
-def test_the_flag_that_the_message_names_leads_on(save: Save, tmp_path: Path) -> None:
+def test_the_flag_in_the_message_works(save: Save, tmp_path: Path) -> None:
     """Run by the command, for every kind with an optimizer of torch's."""
     source, config = save(tmp_path, ALONE), tmp_path / "model.toml"
     given = model(learning_rate=PEAK, **SHAPE).model_dump(exclude_unset=True)
