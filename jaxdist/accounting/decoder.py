@@ -83,7 +83,7 @@ BACKWARD = 2.5  # FLOPs of attention's backward pass, its forward pass being 1: 
 
 @dataclass(frozen=True)
 class DecoderFootprint(Footprint):
-    """The closed form of a decoder of equal blocks, by the `tables` of its family. A GPU's fused attention keeps no
+    """The closed form of a decoder of equal blocks, by the `tables` of its family. Fused attention on GPUs keeps no
     scores."""
 
     tables: Tables = field(kw_only=True)
@@ -102,12 +102,13 @@ class DecoderFootprint(Footprint):
 
     @property
     def ring(self) -> bool:
-        """Whether attention is the ring, which keeps no scores and has those of a few pairs of chunks."""
+        """Whether attention is the ring, which keeps no scores and computes those of a few pairs of chunks at a
+        time."""
         return self.mesh["context"] > 1 and self.experiment.parallel.context == "ring"
 
     @property
     def looping(self) -> bool:
-        """Whether keys and values go round in a loop: XLA has none of one turn."""
+        """Whether the ring is a loop: XLA unrolls a loop of one turn."""
         return self.mesh["context"] > 2
 
     @cached_property
@@ -124,22 +125,22 @@ class DecoderFootprint(Footprint):
 
     @property
     def rows(self) -> float:
-        """Rows of an MLP for each token of a device."""
+        """Rows of the MLP per token on a device."""
         return 1.0
 
     @property
     def scores(self) -> bool:
-        """Whether attention keeps its scores, as no fused kernel does, nor the ring."""
+        """Whether attention keeps its scores: neither a fused kernel nor the ring does."""
         fused = self.gpu and has_kernel(self.experiment.precision.compute, self.experiment.model.head_dim)
         return not self.ring and not fused
 
     def applied(self, spec: ParamSpec) -> float:
-        """Multiplications of a token by each element of a parameter."""
+        """Number of multiplications of a token by each element of a parameter."""
         return 1.0
 
     @cached_property
     def multiplying(self) -> tuple[float, float]:
-        """Numbers of a block, and of the head, that each token is multiplied by on a device."""
+        """Number of elements of a block, and of the head, that each token is multiplied by on a device."""
         m, t = self.experiment.model, self.mesh["tensor"]
         block = head = 0.0
         for name, spec in self.param_specs.items():
@@ -152,17 +153,17 @@ class DecoderFootprint(Footprint):
 
     @property
     def attention_flops(self) -> float:
-        """FLOPs of attention forward, of one token in one block: two products with the keys that it sees."""
+        """FLOPs of attention's forward pass per token and block: two products with the keys that it sees."""
         m = self.decoder
         return 4.0 * m.heads * m.head_dim / self.mesh["tensor"] * m.keys(self.experiment.data.sequence)
 
     @property
     def unwidened(self) -> int:
-        """Bytes of a number of the compute dtype where XLA on a CPU does not yet hold it as float32."""
+        """Bytes of an element of the compute dtype before XLA on a CPU widens it to float32."""
         return ITEMSIZE[str(self.experiment.precision.compute)]
 
     def arrays(self, arrays: Arrays, compute: int | None = None) -> float:
-        """Bytes of `arrays` over the tokens of a microbatch, for a compute dtype of that many bytes."""
+        """Bytes of `arrays` for the tokens of a microbatch, with a compute dtype of that many bytes."""
         return self.tokens * amount(arrays, self.sizes, compute or self.compute)
 
     # ---- blocks
@@ -174,7 +175,7 @@ class DecoderFootprint(Footprint):
 
     @property
     def formulas(self) -> Arrays:
-        """Arrays that a block's formulas read and write, one by one."""
+        """Arrays that a block's formulas read and write."""
         return self.gathered(self.attending(self.tables.working))
 
     @property
@@ -190,30 +191,29 @@ class DecoderFootprint(Footprint):
         return self.gathered(self.attending(table))
 
     def attending(self, arrays: Arrays) -> Arrays:
-        """`arrays` of a family with norms of queries and keys, where the model has such, and without scores where
-        attention keeps none."""
+        """`arrays`, plus norms of queries and keys if the model has them, without scores if attention keeps none."""
         if self.experiment.model.qk_norm:
             arrays = {**arrays, **{w: (arrays[w][0], arrays[w][1] + 2) for w in "QK" if w in arrays}}
         return arrays if self.scores else {**arrays, "S": (0, 0)}
 
     def gathered(self, arrays: Arrays) -> Arrays:
-        """`arrays` with what sequence parallelism gathers to all times, for attention and for the MLP."""
+        """`arrays`, plus what sequence parallelism all-gathers for attention and for the MLP."""
         narrow, wide = arrays.get("D", (0, 0))
         return {**arrays, "D": (narrow + 2, wide)} if self.experiment.parallel.sequence else arrays
 
     @property
     def least(self) -> Arrays:
-        """Arrays that a rematerialized block keeps; all of them without rematerialization."""
+        """Arrays that a rematerialized block keeps; without rematerialization, all."""
         return {"full": INPUT, "selective": self.tables.selective}.get(self.experiment.memory.remat, self.without_remat)
 
     @property
     def grouped(self) -> float:
-        """Bytes at work in products by blocks of rows, where a family has such."""
+        """Bytes at work in grouped products, if a family has them."""
         return 0.0
 
     @property
     def kept(self) -> float:
-        """Bytes that the blocks of a microbatch keep from forward to backward."""
+        """Bytes that the blocks keep from forward to backward pass of a microbatch."""
         return self.kept_in(self.compute)
 
     def kept_in(self, compute: int) -> float:
@@ -225,15 +225,16 @@ class DecoderFootprint(Footprint):
 
     @property
     def at_once(self) -> int:
-        """Passes whose activations there are at once: XLA unrolls a warm-up of one tick, and begins the next early."""
+        """Number of passes whose activations are live at once: XLA unrolls a warm-up of one tick, and starts the next
+        early."""
         parallel, stages = self.experiment.parallel, self.mesh["pipeline"]
         single = stages * parallel.virtual_stages == 2 and stages > 1 and parallel.pipeline_schedule != "GPipe"
         return 1 + single
 
     @property
     def waiting(self) -> float:
-        """Inputs that a stage of a pipeline keeps of microbatches whose backward pass is to come, and what it receives
-        and sends."""
+        """Inputs that a pipeline stage keeps of microbatches before their backward pass, and its receive and send
+        buffers."""
         stages, parallel = self.mesh["pipeline"], self.experiment.parallel
         if stages == 1:
             return 0.0
@@ -247,7 +248,8 @@ class DecoderFootprint(Footprint):
 
     @property
     def sums(self) -> int:
-        """Exchanges of activations in a step: four for both passes of a block, and outside of blocks as in one more."""
+        """Number of exchanges of activations in a step: four per block for both passes, and as many as one more block
+        outside."""
         p = passes(self.experiment, self.mesh)
         return (p.both * 4 + p.forward * 2) * (p.layers + 1)
 
@@ -325,13 +327,13 @@ class DecoderFootprint(Footprint):
 
     @property
     def widens(self) -> bool:
-        """Whether parameters are in bfloat16, whose sums and products XLA makes in float32 on CPUs; of float16 it
-        widens what products read alone."""
+        """Whether XLA on CPUs computes sums and products of bfloat16 parameters in float32; of float16 it widens only
+        inputs of products."""
         return self.platform == "cpu" and str(self.experiment.precision.parameters) == "bfloat16"
 
     @property
     def widened(self) -> float:
-        """Weights of all blocks as float32, made ahead of the loops over them."""
+        """Weights of all blocks in float32, converted before the loops over them."""
         return self.widens * self.numbers[True, strategy(self.experiment.parallel).parameters] * self.compute
 
     @property

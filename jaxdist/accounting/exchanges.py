@@ -50,7 +50,7 @@ def sums(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> Sent:
 
 
 def partial_over_tensor(experiment: Experiment, spec: ParamSpec) -> bool:
-    """Whether a parameter is whole on each tensor device, which uses it for its own heads or times alone."""
+    """Whether each tensor device holds the whole parameter and uses it for its own heads or times alone."""
     sequence = experiment.parallel.sequence and "tensor" not in spec.mesh_axes(False)
     return sequence or "head_dim" in spec.axes
 

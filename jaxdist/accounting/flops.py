@@ -11,7 +11,7 @@ from jaxdist.parallel.sharding import ParamSpec
 def decoder_flops(
     experiment: Experiment, param_specs: Mapping[str, ParamSpec], applied: Mapping[str, float] = {}
 ) -> float:
-    """FLOPs of a step per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.
+    """FLOPs of a step per token: 6 per parameter that multiplies, and 12·L·H·C per key for attention.
 
     Lookups do not multiply; a tied embedding does, as the head. Attention's two products are over the keys that a query
     sees: T/2 under the causal mask (arXiv:2204.02311, appendix B, counts all T), less with a window. `applied`: logical

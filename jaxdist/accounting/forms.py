@@ -39,7 +39,7 @@ UPDATE = "traffic"  # the closed form of an optimizer, a piece of its row; those
 
 
 def unknown(experiment: Experiment, form: str) -> Unknown:
-    """The error for a form that is asked for and not there."""
+    """The error for a closed form that is lacking."""
     e = experiment
     field, register = f"model.family = {e.model.family}", f"the family with an accounting that has {form}"
     if form == UPDATE:
@@ -51,19 +51,20 @@ def unknown(experiment: Experiment, form: str) -> Unknown:
 
 
 def lacking(experiment: Experiment, mesh: Mesh) -> list[str]:
-    """The closed forms that the family and the optimizer lack, by their names in `Accounting` and in its row."""
+    """Names of the closed forms that the family and the optimizer lack, as in `Accounting` and in the optimizer's
+    row."""
     there = accounting_of(experiment.model)
     found = [name for name in ("footprint", "exchanges", "flops") if getattr(there, name) is None]
     return found if traffic.update_is_known(experiment, mesh) else [*found, UPDATE]
 
 
 def accounting_of(model: Model) -> Accounting:
-    """The closed forms of a model's family. Raises ConfigError for a row that refers to none."""
+    """Closed forms of a model's family. Raises ConfigError for a row without any."""
     return optional(FAMILIES, model.family, "accounting", Accounting) or Accounting()
 
 
 def flops_per_token(experiment: Experiment, param_specs: ParamSpecs) -> float | None:
-    """Multiply-adds × 2 of a step, per token or image; None where unknown."""
+    """FLOPs of a step per token or image, multiply-adds × 2; None if unknown."""
     form = accounting_of(experiment.model).flops
     return form(experiment, param_specs) if form else None
 

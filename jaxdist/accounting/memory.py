@@ -48,7 +48,7 @@ NAMES = (
 
 
 def amount(arrays: Arrays, sizes: Sizes, compute: int) -> float:
-    """Bytes of `arrays`, a token's or an image's, whose compute dtype has `compute` bytes."""
+    """Bytes of `arrays` per token or image, for a compute dtype of `compute` bytes."""
     return sum(sizes[w] * (narrow * compute + wide * max(compute, 4)) for w, (narrow, wide) in arrays.items())
 
 
@@ -83,7 +83,7 @@ class State:
 
     @property
     def compute(self) -> int:
-        """Bytes of a number of the compute dtype: XLA on the CPU holds bfloat16 as float32."""
+        """Bytes of an element of the compute dtype: XLA on the CPU holds bfloat16 as float32."""
         size = ITEMSIZE[str(self.experiment.precision.compute)]
         return max(size, 4) if self.platform == "cpu" else size
 
@@ -99,12 +99,12 @@ class State:
 
     @property
     def several_cpus(self) -> bool:
-        """Whether reductions are XLA's own, which make what they read (`jaxdist/runtime/xla.py`)."""
+        """Whether the mesh has several CPUs, whose reductions recompute their inputs (`jaxdist/runtime/xla.py`)."""
         return self.platform == "cpu" and self.several
 
     @cached_property
     def numbers(self) -> Mapping[tuple[bool, bool], int]:
-        """(of blocks, sharded as a strategy may) -> the trained parameters' numbers that a device has then."""
+        """(in blocks, sharded by a strategy) -> number of trained elements on a device."""
         found = {(blocks, sharded): 0 for blocks in (False, True) for sharded in (False, True)}
         for spec in (spec for spec in self.param_specs.values() if not spec.statistic):
             for sharded in (False, True):
@@ -113,31 +113,31 @@ class State:
         return found
 
     def weights(self, layers: bool) -> int:
-        """Numbers of all blocks of a stage, or of what is not a block, whole over what a strategy shards."""
+        """Number of elements of all blocks of a stage, or of the parameters outside of blocks, unsharded over fsdp."""
         return self.numbers[layers, False]
 
     def elements(self, sharded: bool) -> int:
-        """Elements of all parameters on a device, sharded or whole."""
+        """Number of elements of all parameters on a device, sharded or unsharded."""
         return self.numbers[True, sharded] + self.numbers[False, sharded]
 
     @property
     def update(self) -> float:
-        """Bytes that the update moves: gradients read, weights and what the optimizer keeps read and written."""
+        """Bytes that the update moves: gradients read; weights and optimizer state read and written."""
         local = self.elements(strategy(self.experiment.parallel).optimizer) * self.param_itemsize
         return 3 * local + 2 * self.optimizer_state
 
     @property
     def parameters(self) -> int:
-        """Bytes of the parameters at rest, running statistics apart."""
+        """Bytes of the parameters between steps, without running statistics."""
         return self.elements(strategy(self.experiment.parallel).parameters) * self.param_itemsize
 
     @cached_property
     def optimizer_state(self) -> int:
-        """Bytes of what the optimizer keeps, its counts of updates and of steps included."""
+        """Bytes of the optimizer state, including its counts of updates and of steps."""
         return self.optimizer_states(strategy(self.experiment.parallel).optimizer)
 
     def optimizer_states(self, sharded: bool) -> int:
-        """The same, sharded or whole."""
+        """Bytes of the optimizer state, sharded or unsharded."""
         trained = [spec for spec in self.param_specs.values() if not spec.statistic]
         kept = (
             math.prod(spec.local_shape(self.mesh, sharded, spec.state_shape(kind)))
@@ -149,13 +149,13 @@ class State:
 
     @property
     def gradients(self) -> float:
-        """A device's share of the gradients, as their accumulators are laid out."""
+        """Bytes of a device's gradient accumulators."""
         return self.elements(strategy(self.experiment.parallel).gradients) * self.param_itemsize
 
 
 @dataclass(frozen=True)
 class Footprint(State, ABC):
-    """The closed form of a step: all that a device holds at each moment, and what it computes."""
+    """The closed form of a step: bytes on a device at each moment, and its work."""
 
     @property
     @abstractmethod
@@ -165,24 +165,24 @@ class Footprint(State, ABC):
     @property
     @abstractmethod
     def kept(self) -> float:
-        """Bytes that a microbatch keeps from forward to backward."""
+        """Bytes kept from forward to backward pass of a microbatch."""
 
     @property
     @abstractmethod
     def sums(self) -> int:
-        """Number of a step's collectives of activations on a mesh axis that has any."""
+        """Number of collectives of activations in a step on a mesh axis that has any."""
 
     @abstractmethod
     def _moments(self) -> Iterator[dict[str, float]]: ...
 
     @property
     def moments(self) -> list[dict[str, float]]:
-        """Each moment of a step that may be its peak, as bytes by cause."""
+        """Bytes by cause at each moment of a step that may be its peak."""
         return list(self._moments())
 
     @property
     def updating(self) -> dict[str, float]:
-        """Memory of the update beside gradients: reduced gradients, state fetched from the host, a gathered
+        """Bytes during the update beside gradients: reduced gradients, state fetched from the host, a gathered
         parameter."""
         row, n = strategy(self.experiment.parallel), self.shards
         crosses = self.mesh["data"] > 1 or (n > 1 and not row.gradients)
@@ -192,13 +192,13 @@ class Footprint(State, ABC):
 
     @property
     def largest_stack(self) -> int:
-        """Bytes of the largest parameter of a stage, all of its blocks together, whole over what a strategy shards."""
+        """Bytes of the largest parameter of a stage, of all its blocks, unsharded over fsdp."""
         shapes = (spec.local_shape(self.mesh, False) for spec in self.param_specs.values())
         return max(map(math.prod, shapes)) * self.param_itemsize
 
     @property
     def fetched(self) -> float:
-        """Bytes that are copied to a device for an update; on CPUs XLA leaves such copies out."""
+        """Bytes copied from the host to a device for an update; XLA omits these copies on CPUs."""
         row, offload = strategy(self.experiment.parallel), self.experiment.memory.offload
         copies = [("parameters" in offload, 1, row.parameters), ("optimizer" in offload, 2, row.optimizer)]
         return sum(
@@ -217,7 +217,7 @@ class Footprint(State, ABC):
 
     @property
     def peak(self) -> Mapping[str, float]:
-        """The causes at the moment that takes the most."""
+        """Bytes by cause at the moment with the most."""
         return max(self.moments, key=lambda moment: sum(moment.values()))
 
     @property

@@ -38,8 +38,8 @@ SILENT = {"axis_index", "pvary", "pcast"}  # name an axis and send nothing
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of a step of one kind; `bytes` is what a device sends. `single`: sums of one number each, as of
-    the loss, a count or the norm."""
+    """All collectives of one kind in a step; `bytes` is the number that a device sends. `single`: sums of one number
+    each, as of the loss, a count or the norm."""
 
     op: str
     axis: str
@@ -58,7 +58,8 @@ def ring_bytes(op: str, whole: float, n: int) -> float:
 
 
 def count(closed: Any) -> list[Collective]:
-    """The collectives of a traced program (`jit(f).trace(...).jaxpr`), scans multiplied out, groups of one left out."""
+    """Collectives of a traced program (`jit(f).trace(...).jaxpr`), with scans multiplied out, without groups of one
+    device."""
     counts: Counter[tuple[str, str, str, bool]] = Counter()
     sent: dict[tuple[str, str, str, bool], float] = defaultdict(float)
     for equation, times, mesh in equations(closed):
@@ -79,13 +80,13 @@ def count(closed: Any) -> list[Collective]:
 
 
 def equations(closed: Any) -> Iterator[tuple[Any, int, Mapping[str, int]]]:
-    """Each equation of a traced program that its results need: with how often it runs, and over which mesh."""
+    """Equations that the results of a traced program depend on, with the number of executions and the mesh."""
     live, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     yield from walk(live, 1, {})
 
 
 def walk(jaxpr: Any, times: int, mesh: Mapping[str, int]) -> Iterator[tuple[Any, int, Mapping[str, int]]]:
-    """Each equation of a jaxpr, needed or not, those within it first."""
+    """All equations of a jaxpr, inner ones first."""
     for equation in jaxpr.eqns:
         parameters, primitive = equation.params, equation.primitive.name
         repeats = times * (parameters["length"] if primitive == "scan" else 1)
@@ -129,18 +130,18 @@ def passes(experiment: Experiment, mesh: Mapping[str, int]) -> Passes:
 
 
 def tokens_of(experiment: Experiment, mesh: Mapping[str, int]) -> float:
-    """Tokens of a microbatch on one device, or images."""
+    """Number of tokens or images of a microbatch on one device."""
     e = experiment
     return e.train.batch * e.per_row / math.prod(mesh[axis] for axis in TOKENS) / e.train.accumulation
 
 
 def first(mesh: Mapping[str, int], axes: Sequence[str]) -> str:
-    """The axis that a collective over several axes counts for."""
+    """The axis under which a collective over several axes is counted."""
     return next((axis for axis in axes if mesh[axis] > 1), axes[0])
 
 
 def recomputed(experiment: Experiment) -> float:
-    """The share of the blocks that the backward pass computes again."""
+    """Share of the blocks that the backward pass recomputes."""
     memory = experiment.memory
     return 1 / memory.remat_every if memory.remat != "none" else 0.0
 
@@ -196,7 +197,7 @@ def update_is_known(experiment: Experiment, mesh: Mapping[str, int]) -> bool:
 def least_of_update(
     experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> dict[str, float]:
-    """Bytes that a device sends per step for what an update rule asks of whole parameters, by mesh axis."""
+    """Bytes that a device sends per step for the update rule, by mesh axis."""
     total: Counter[str] = Counter()
     for op, axes, size in update_traffic(experiment, param_specs, mesh):
         total[first(mesh, axes)] += ring_bytes(op, size, math.prod(mesh[axis] for axis in axes))  # type: ignore[assignment]
@@ -206,7 +207,7 @@ def least_of_update(
 def update_traffic(
     experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """Each parameter's collectives in an update (`jaxdist/training/matrices.py`): name, axes and bytes."""
+    """Collectives of each parameter in an update (`jaxdist/training/matrices.py`): name, axes and bytes."""
     if (of_rule := optional(OPTIMIZERS, experiment.optimizer.name, "traffic")) is None:
         return
     for spec in (spec for spec in param_specs.values() if not spec.statistic):
@@ -217,7 +218,7 @@ Sent = Iterator[tuple[str, tuple[str, ...], float]]
 
 
 def muon_traffic(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sent:
-    """Each matrix of a block goes to one device and back, as many as the devices divide."""
+    """Each matrix of a block goes to one device and back, their number rounded up to a multiple of the devices."""
     split, own = _pieces(e, spec, mesh)
     if spec.role.inner:
         ways = math.prod(mesh[axis] for axes in split[-2:] for axis in axes)
@@ -227,7 +228,7 @@ def muon_traffic(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sen
 
 
 def adafactor_traffic(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sent:
-    """Means of squares over columns and rows, and of the former over rows, and the size of the parameter and of its
+    """Means of squares over columns and rows, mean of the former over rows, and sizes of the parameter and of its
     update."""
     split, own = _pieces(e, spec, mesh)
     every = [dim for dim, axis in enumerate(spec.axes) if axis != "layers"]
