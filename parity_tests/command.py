@@ -56,9 +56,9 @@ def prove(argv: Sequence[str] | None = None) -> None:
     verdict = proof.verdict()
     if bisect and verdict.failed:
         say("looking for where the runs part ...")
-        parting = proof.parting(verdict, start)
-        notes = verdict.notes if parting else [*verdict.notes, proof.unfound]
-        verdict = replace(verdict, parting=parting, notes=notes)
+        divergence = proof.divergence(verdict, start)
+        notes = verdict.notes if divergence else [*verdict.notes, proof.unfound]
+        verdict = replace(verdict, divergence=divergence, notes=notes)
     verdict = proof.explained(verdict, start)
     write(proof, verdict)
     for line in (*verdict.notes, verdict.sentence):

@@ -56,7 +56,7 @@ from parity_tests.port.trainers import (
 )
 from parity_tests.proof import bisect, digits, levels
 from parity_tests.proof.bisect import Divergence
-from parity_tests.proof.causes import of_parting
+from parity_tests.proof.causes import cause_of
 from parity_tests.proof.verdict import Verdict
 from parity_tests.report import report
 from parity_tests.runs import compare
@@ -321,12 +321,12 @@ class Port:
             undecided.setdefault("mathematics", reason)
         verdict = Verdict(checks, undecided, notes, not_compared=[*self.not_compared()], decides=DECIDES)
         differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
-        parting = self.parting(folder / "bisection", findings[differ], compared[differ]) if differ else None
+        divergence = self.divergence(folder / "bisection", findings[differ], compared[differ]) if differ else None
         if any(check.level == "precision" for check in verdict.failed) and not differ:
-            parting = self.costing(single, double, recorded)
-        if verdict.failed and not parting:
+            divergence = self.costing(single, double, recorded)
+        if verdict.failed and not divergence:
             verdict = replace(verdict, notes=[*verdict.notes, bisect.UNFOUND])
-        verdict = replace(verdict, parting=parting, cause=of_parting(parting) if parting else None)
+        verdict = replace(verdict, divergence=divergence, cause=cause_of(divergence) if divergence else None)
         verdict.write(folder)
         devices = str(double[0].summary["devices"])
         facts = {"model": type(self.torch_module).__name__, "steps": str(len(self.batches)), "devices": devices}
@@ -403,7 +403,7 @@ class Port:
         )
         return dict.fromkeys(("mathematics", *["distribution"] * bool(self.sharded), "precision"), reason)
 
-    def parting(self, folder: Path, findings: Findings, pair: tuple[str, str]) -> Divergence | None:
+    def divergence(self, folder: Path, findings: Findings, pair: tuple[str, str]) -> Divergence | None:
         """The first tensor of the first step that differs: found in what is recorded, else by bisection of the steps.
 
         A step that begins with equal weights and differs is the first. Each look makes the float64 runs anew up to a

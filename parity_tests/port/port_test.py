@@ -162,9 +162,9 @@ class TestMistakes:
     def test_in_the_model(self, change: Callable[[ViT], None], tensor: str, tmp_path: Path) -> None:
         verdict, written = proved(vit(change, steps=2), tmp_path)
         assert verdict.word == "not_equivalent" and verdict.failed[0].level == "mathematics"
-        parting = written["parting"]
-        assert (parting["step"], parting["tensor"]) == (1, tensor)
-        assert parting["before"] < 1e-13 and parting["error"] > 1e-7
+        divergence = written["parting"]
+        assert (divergence["step"], divergence["tensor"]) == (1, tensor)
+        assert divergence["before"] < 1e-13 and divergence["error"] > 1e-7
 
     @pytest.mark.slow
     def test_swapped_rows(self, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_mistake_on_the_mesh_alone_is_found(monkeypatch: pytest.MonkeyPatch, t
     verdict = opt().prove(tmp_path / "new")
     assert "distribution" in {check.level for check in verdict.failed}
     assert "mathematics" not in {check.level for check in verdict.failed}
-    assert verdict.parting and (verdict.parting.step, verdict.parting.tensor) == (1, "scalar/grad_norm")
+    assert verdict.divergence and (verdict.divergence.step, verdict.divergence.tensor) == (1, "scalar/grad_norm")
 
 
 @pytest.mark.parametrize("kind", ["parameters", "optimizer_state"])

@@ -64,11 +64,11 @@ def test_the_search_finds_the_step(origin: int, suspect: int) -> None:
     def look(steps: list[int]) -> list[Divergence | None]:
         asked.extend(steps)
 
-        def parting(step: int) -> Divergence | None:
+        def divergence(step: int) -> Divergence | None:
             where = "gradient/w" if step == origin else "start/w" if step > origin else ""
             return Divergence(step, where, 1.0, 1e-10, 0.0) if where else None
 
-        return [parting(step) for step in steps]
+        return [divergence(step) for step in steps]
 
     found = search(look, suspect)
     if origin > suspect:
@@ -103,7 +103,7 @@ DOUBLE: Any = Kept(dict.fromkeys(ALL, 0.0))
 def costs(ours: dict[str, float], theirs: dict[str, float]) -> str | None:
     """Tensor by which the sides diverge in float32, each against its float64 run; `theirs` may keep fewer."""
     a, b, b64 = Kept(dict.fromkeys(ALL, 1e-7) | ours), Kept(theirs), Kept(dict.fromkeys(theirs, 0.0))
-    found = cost((a, DOUBLE), (b, b64), 1, 32.0, (2.0**-24, 2.0**-24), False)  # type: ignore[arg-type]
+    found = cost((a, DOUBLE), (b, b64), 1, 32.0, (2.0**-24, 2.0**-24))  # type: ignore[arg-type]
     return found.tensor if found else None
 
 

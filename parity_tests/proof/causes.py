@@ -366,7 +366,7 @@ def narrower(e: Evidence) -> Seen:
 
 
 def policy(e: Evidence) -> Seen:
-    return (e.parting.step if e.parting else 1, e.costly) if e.costly else None
+    return (e.divergence.step if e.divergence else 1, e.costly) if e.costly else None
 
 
 BACKWARD = ("activation_gradient", "gradient", "grad_norm")
@@ -401,18 +401,18 @@ def diagnose(e: Evidence) -> Diagnosis | None:
     Where the first tensor that differs was found, it says which rows come into question.
     """
     rows = causes()
-    if e.parting and e.parting.first and not e.costly:
-        kind = e.parting.tensor.partition("/")[0]
+    if e.divergence and e.divergence.first and not e.costly:
+        kind = e.divergence.tensor.partition("/")[0]
         rows = tuple(row for row in rows if kind in row.kinds)
     found = [(seen, row) for row in rows if (seen := row.seen(e))]
     if found:
         (step, how), row = min(found, key=lambda item: item[0][0])
         return Diagnosis(row.name, step, how, row.checks)
-    return of_parting(e.parting) if e.parting and e.parting.first else None
+    return cause_of(e.divergence) if e.divergence and e.divergence.first else None
 
 
-def of_parting(parting: Divergence) -> Diagnosis:
+def cause_of(divergence: Divergence) -> Diagnosis:
     """The cause that the first tensor which differs points to, where that is all that is known."""
-    kind = parting.tensor.removeprefix("scalar/").partition("/")[0]
+    kind = divergence.tensor.removeprefix("scalar/").partition("/")[0]
     row = next(row for row in reversed(causes()) if kind in row.kinds)
-    return Diagnosis(row.name, parting.step, f"{parting.where} is the first that differs", row.checks)
+    return Diagnosis(row.name, divergence.step, f"{divergence.where} is the first that differs", row.checks)

@@ -15,7 +15,7 @@ from jaxdist.config.optimizer import ALL, OPTIMIZERS, UpdateRule
 from jaxdist.config.registry import FAMILIES
 from parity_tests.proof import batches, levels, nearness
 from parity_tests.proof.bisect import STAGES, Divergence
-from parity_tests.proof.causes import Diagnosis, causes, diagnose, of_parting, schedule
+from parity_tests.proof.causes import Diagnosis, cause_of, causes, diagnose, schedule
 from parity_tests.proof.evidence import Evidence, Search
 from parity_tests.runs import compare
 from parity_tests.validation import loops
@@ -301,7 +301,7 @@ def test_a_run_with_the_other_gelu_is_named_by_the_nearer_one(
     ],
 )
 def test_the_first_tensor_points_to_a_cause(tensor: str, cause: str) -> None:
-    found = of_parting(Divergence(3, tensor, 1e-3, 1e-10, 1e-14))
+    found = cause_of(Divergence(3, tensor, 1e-3, 1e-10, 1e-14))
     assert (found.cause, found.step) == (cause, 3) and "step 3 is the first that differs" in found.how
 
 
@@ -312,5 +312,5 @@ def test_every_kind_of_tensor_has_a_cause() -> None:
 
 def test_the_state_of_a_plugins_optimizer_points_to_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIMIZERS._rows, "centered", UpdateRule("centered", {"mean_grad": ALL}))
-    found = of_parting(Divergence(2, "mean_grad/embed.weight", 1e-3, 1e-10, 1e-14))
+    found = cause_of(Divergence(2, "mean_grad/embed.weight", 1e-3, 1e-10, 1e-14))
     assert found.cause == "moments" and re.search(found.checks, "distribution, mean_grad at the end")

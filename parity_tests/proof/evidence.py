@@ -60,7 +60,7 @@ class Evidence:
     """Two runs that were to begin with equal weights, and what their curves may differ by per step.
 
     `batch(step)` looks for the batch that gives their loss at a step under our weights, and `rule(step)` for the rule
-    of that step's update. `parting` is the first tensor that differs, where it was looked for.
+    of that step's update. `divergence` is the first tensor that differs, where it was looked for.
     """
 
     ours: Run
@@ -69,7 +69,7 @@ class Evidence:
     start: Mapping[str, np.ndarray]
     batch: Callable[[int], Search] = lambda step: Search()
     rule: Callable[[int], Rules] = lambda step: Rules()
-    parting: Divergence | None = None
+    divergence: Divergence | None = None
     rounded: Run | None = None  # ours in the precision of theirs, where that is less than float64
     other_model: str = ""  # that theirs is a run of a model with another value of one field, in words
     narrow: str = ""  # what theirs computes in a narrower dtype than the policy says

@@ -89,7 +89,7 @@ class Gathering:
             started,
             batch,
             rule,
-            parting=verdict.parting,
+            divergence=verdict.divergence,
             rounded=rounded,
             other_model="".join(other),
             narrow="; ".join(narrow),

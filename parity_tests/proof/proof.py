@@ -387,7 +387,7 @@ class Proof:
         evidence = Gathering(self, verdict, start).evidence() if verdict.failed else None
         return replace(verdict, cause=diagnose(evidence) if evidence else None)
 
-    def parting(self, verdict: Verdict, start: Path) -> Divergence | None:
+    def divergence(self, verdict: Verdict, start: Path) -> Divergence | None:
         """The first tensor by which the runs of the first failed level part; None where no tensor shows it.
 
         Runs are made anew, with all tensors of few steps recorded. Memory and traffic have no tensors.

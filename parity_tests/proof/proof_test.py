@@ -283,11 +283,11 @@ def test_the_first_step_is_searched_and_then_where_the_policy_costs_too_much(
     monkeypatch.setattr(bisect, "search", lambda look, step: begun.append(step))
     found = asked(tmp_path)
     judged(found)
-    found.parting(Verdict([Check("precision", name, 100.0, 32.0, "why")]), tmp_path)
+    found.divergence(Verdict([Check("precision", name, 100.0, 32.0, "why")]), tmp_path)
     assert begun == steps
     here = bisect.Divergence(1, "gradient/w", 1.0, 1e-3, 0.0)
     monkeypatch.setattr(bisect, "search", lambda look, step: here if step == steps[-1] else None)
-    assert found.parting(Verdict([Check("precision", name, 100.0, 32.0, "why")]), tmp_path) is here
+    assert found.divergence(Verdict([Check("precision", name, 100.0, 32.0, "why")]), tmp_path) is here
 
 
 @pytest.mark.long

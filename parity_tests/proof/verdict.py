@@ -60,16 +60,16 @@ class Check:
 class Verdict:
     """All checks, and what kept some from being made: `open` names each with its reason.
 
-    `notes` say how far the checks reach, `not_compared` what of the other side's run there was not; `parting` is where
-    the runs part, when that was looked for and found, `cause` what made them, where it is recognized. `memory` are the
-    causes of what a step takes beside its state; with the last, UNEXPLAINED, they sum to the measured. `decides` says
-    by level which further run would decide where a bound is met or missed by a hair.
+    `notes` say how far the checks reach, `not_compared` what of the other side's run there was not; `divergence` is the
+    first tensor that differs, when that was looked for and found, `cause` its cause, where it is recognized. `memory`
+    are the causes of what a step takes beside its state; with the last, UNEXPLAINED, they sum to the measured.
+    `decides` says by level which further run would decide where a bound is met or missed by a hair.
     """
 
     checks: Sequence[Check]
     open: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    parting: Divergence | None = None
+    divergence: Divergence | None = None
     cause: Diagnosis | None = None
     memory: Sequence[Cause] = ()
     not_compared: Sequence[str] = ()
@@ -99,7 +99,7 @@ class Verdict:
                     f"Not equivalent: {self.cause or ''}".rstrip(),
                     f"{len(failed)} of {len(self.checks)} checks fail, first {first.level}: "
                     f"{first.title}: {first.value:.3g}, at most {first.bound:.3g} was allowed.",
-                    *([str(self.parting)] if self.parting else []),
+                    *([str(self.divergence)] if self.divergence else []),
                     *self.by_a_hair("missed"),
                 ]
             )
@@ -135,7 +135,7 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """Content of verdict.json; numbers that are not finite are text, as JSON has no such numbers."""
-        parting = asdict(self.parting) | {"where": self.parting.where} if self.parting else None
+        divergence = asdict(self.divergence) | {"where": self.divergence.where} if self.divergence else None
         return {
             "verdict": self.word,
             "sentence": self.sentence,
@@ -143,7 +143,7 @@ class Verdict:
             "notes": list(self.notes),
             "not_compared": list(self.not_compared),
             "cause": self.cause and asdict(self.cause),
-            "parting": parting and finite(parting),
+            "parting": divergence and finite(divergence),
             "memory": [asdict(cause) for cause in self.memory],
             "checks": [finite(asdict(check) | {"holds": check.holds}) for check in self.checks],
         }

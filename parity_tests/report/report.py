@@ -231,8 +231,8 @@ def differs(verdict: Verdict) -> Iterator[str]:
         return
     if verdict.cause:
         yield f"Cause: {verdict.cause}"
-    if verdict.parting:
-        yield str(verdict.parting)
+    if verdict.divergence:
+        yield str(verdict.divergence)
     firsts = {check.level: check for check in reversed(verdict.failed)}
     for level in (level for level in LEVELS if level in firsts):
         check = firsts[level]

@@ -88,23 +88,23 @@ def test_a_proof_says_where_its_runs_part(runs: Runs, experiments: dict[str, Pat
         return made
 
     alike = proof({})
-    assert alike.verdict().word == "equivalent" and alike.parting(alike.verdict(), tmp_path) is None
+    assert alike.verdict().word == "equivalent" and alike.divergence(alike.verdict(), tmp_path) is None
     for field, step in (("optimizer.eps", 2), ("optimizer.clip", 2), ("model.window", 1)):
         value, culprit, _ = CULPRITS[field]
         made = proof({field: value})
         verdict = made.verdict()
         bounds = {name: made.noise.curve(name) for name in ("loss", "grad_norm")}
         assert bisect.first_step(*made.pair("one"), bounds) == step  # the loss differs later than the tensor
-        parting = made.parting(verdict, tmp_path)
-        assert parting and (parting.step, parting.tensor) == (1, culprit)
-        extended = replace(verdict, parting=parting)
-        assert parting.where in extended.sentence and extended.as_json()["parting"]["tensor"] == culprit
+        divergence = made.divergence(verdict, tmp_path)
+        assert divergence and (divergence.step, divergence.tensor) == (1, culprit)
+        extended = replace(verdict, divergence=divergence)
+        assert divergence.where in extended.sentence and extended.as_json()["parting"]["tensor"] == culprit
     # On a mesh alone: compared with the same side on one device.
     made = proof({})
     wrong = runs("torch_ref", "llama", MESHES["1x1"] | RECORD | {"optimizer.beta1": 0.9001})
     made.done["torch_ref", "mesh"] = as_if_on(wrong, fsdp=2)
-    parting = made.parting(made.verdict(), tmp_path)
-    assert parting and (parting.step, parting.tensor) == (1, CULPRITS["optimizer.beta1"][1])
+    divergence = made.divergence(made.verdict(), tmp_path)
+    assert divergence and (divergence.step, divergence.tensor) == (1, CULPRITS["optimizer.beta1"][1])
 
 
 def test_steps_are_numbers(experiments: dict[str, Path]) -> None:

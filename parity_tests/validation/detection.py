@@ -148,7 +148,7 @@ class Trial(Proof):
                 if planted and (kind == "reordered" or self.config(kind) == self.config("policy")):
                     self.run(side, kind, start)
         verdict = self.verdict()
-        return replace(verdict, parting=self.parting(verdict, start)) if verdict.failed else verdict
+        return replace(verdict, divergence=self.divergence(verdict, start)) if verdict.failed else verdict
 
 
 @dataclass
@@ -237,9 +237,9 @@ class Finding:
     def of(cls, m: Mistake, verdict: Verdict) -> "Finding":
         failed = sorted(verdict.failed, key=lambda check: LEVELS.index(check.level))
         checks = tuple(f"{check.level}/{check.title}" for check in failed)
-        parting = verdict.parting
-        named = parting.tensor if parting else next(iter(checks), "")
-        step = parting.step if parting else 0
+        divergence = verdict.divergence
+        named = divergence.tensor if divergence else next(iter(checks), "")
+        step = divergence.step if divergence else 0
         return cls(m.name, m.side, m.what, m.level, m.culprits, checks, named, step)
 
     @property

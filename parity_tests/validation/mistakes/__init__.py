@@ -35,8 +35,8 @@ KNOWN: dict[str, "Mistake"] = {}  # filled by `mistake` as the tables are import
 class Mistake:
     """One planted mistake.
 
-    A culprit is a pattern on `Parting.tensor`: the tensor at which the planted code first acts, or the first recorded
-    one after it. A mistake that changes no tensor is named by its check, as `traffic/jaxdist, data: ...`.
+    A culprit is a pattern on `Divergence.tensor`: the tensor at which the planted code first acts, or the first
+    recorded one after it. A mistake that changes no tensor is named by its check, as `traffic/jaxdist, data: ...`.
     """
 
     name: str
