@@ -71,7 +71,7 @@ def size_of(path: Path) -> int:
     return status.st_size
 
 
-def within(folder: Path, name: str) -> Path:
+def file_within(folder: Path, name: str) -> Path:
     """The file that an index in `folder` calls `name`. Raises ValueError for one that lies outside, also by a link.
 
     In the Hugging Face cache the files of snapshots/<revision> are links into the blobs beside `snapshots`: these pass.

@@ -18,7 +18,7 @@ import pydantic
 
 from jaxdist.config import registry
 from jaxdist.config.errors import ConfigError, TrainingError
-from jaxdist.config.registry import SCRIPTS, Owner, Registry, resolve, within
+from jaxdist.config.registry import SCRIPTS, Owner, Registry, in_package, resolve
 from jaxdist.config.section import listed
 
 Found = TypeVar("Found")
@@ -194,7 +194,7 @@ def twin(ours: Registry[Any], theirs: Mapping[str, Any], name: str, register: st
 
 def _checked(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
     """Raises ValueError for plugins that are not loaded: files that are no configs name them without loading them."""
-    if missing := [name for name in names or () if not any(within(module, name) for module in registry.loaded)]:
+    if missing := [name for name in names or () if not any(in_package(module, name) for module in registry.loaded)]:
         raise ValueError(
             f"plugins = {','.join(missing)}: not loaded, since only configs and the command line load plugins; add "
             f"--plugins {','.join(missing)} if you trust their code"

@@ -37,10 +37,10 @@ class Owner:
 
     def same_package(self, other: "Owner") -> bool:
         """Whether one is the other, or a module within it."""
-        return within(self.name, other.name) or within(other.name, self.name)
+        return in_package(self.name, other.name) or in_package(other.name, self.name)
 
 
-def within(module: str, package: str) -> bool:
+def in_package(module: str, package: str) -> bool:
     """Whether a module is the package or lies within it, by their names."""
     return f"{module}.".startswith(f"{package}.")
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from jaxdist.config import ConfigError
-from jaxdist.config.bounded import read_bytes, within
+from jaxdist.config.bounded import file_within, read_bytes
 from jaxdist.runs.display import say
 
 CONFIG = "config.json"
@@ -56,7 +56,7 @@ def files_of(folder: Path, read: Collection[str] = ()) -> tuple[dict[str, bytes]
         try:
             if not is_companion(name):
                 raise ValueError("it is of something else")
-            found[name] = read_bytes(within(folder, name), min(MOST_EACH, room))
+            found[name] = read_bytes(file_within(folder, name), min(MOST_EACH, room))
             room -= len(found[name])
         except (OSError, ValueError):
             left.append(name)
@@ -70,7 +70,7 @@ def companions(folder: Path) -> dict[str, bytes]:
     try:
         if (size := sum((folder / name).stat().st_size for name in names)) > MOST_BYTES:
             raise ValueError(f"its config.json and tokenizer have {size:,} bytes, more than {MOST_BYTES:,}")
-        return {name: within(folder, name).read_bytes() for name in names}
+        return {name: file_within(folder, name).read_bytes() for name in names}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: {error}; give a folder with its files in it") from None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config.bounded import read_bytes, within
+from jaxdist.config.bounded import file_within, read_bytes
 from jaxdist.config.errors import ConfigError
 from jaxdist.formats.pickles import Careful
 
@@ -73,7 +73,7 @@ def read_index(folder: Path) -> Any:
         content = read_bytes(folder / INDEX, MOST_BYTES)
         index = Index(io.BytesIO(content), len(content)).load()  # a file would read any length
         for place in index.storage_data.values():
-            within(folder, place.relative_path)
+            file_within(folder, place.relative_path)
             _check_counts(place.offset, place.length)
         for name, entry in index.state_dict_metadata.items():
             _check_entry(name, entry)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.config.bounded import within
+from jaxdist.config.bounded import file_within
 from jaxdist.formats.folders import (
     CONFIG,
     DEEPSPEED_EXPERTS,
@@ -130,7 +130,7 @@ class Saved:
             return [int(number) for number in re.findall(r"\d+", file.name.partition("rank")[2])]
 
         try:
-            return sorted((within(self.folder, file.name) for file in self.folder.glob(pattern)), key=rank)
+            return sorted((file_within(self.folder, file.name) for file in self.folder.glob(pattern)), key=rank)
         except ValueError as error:
             raise self.wrong(str(error)) from None
 
@@ -411,7 +411,7 @@ class Universal(Zero):
     def file(self, name: str, kind: str) -> Path:
         """The file with that kind of numbers of a parameter. Raises ConfigError."""
         try:
-            found = within(self.folder, f"{DEEPSPEED_UNIVERSAL}/{name}/{kind}.pt")
+            found = file_within(self.folder, f"{DEEPSPEED_UNIVERSAL}/{name}/{kind}.pt")
         except ValueError as error:
             raise self.wrong(str(error)) from None
         if not found.is_file():

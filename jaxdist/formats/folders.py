@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.config import ConfigError
-from jaxdist.config.bounded import read_bytes, within
+from jaxdist.config.bounded import file_within, read_bytes
 from jaxdist.formats.foreign import GGUF, INDEX, SINGLE, indexed
 
 BIN, BIN_INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
@@ -28,7 +28,7 @@ def bin_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
     """
     index = None if (path / BIN).exists() else indexed(path, BIN_INDEX)
     try:
-        return ([within(path, BIN)] if index is None else sorted({*index.values()})), index
+        return ([file_within(path, BIN)] if index is None else sorted({*index.values()})), index
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; give a folder with its files in it") from None
 
@@ -68,7 +68,7 @@ def deepspeed_tag(path: Path) -> Path | None:
     if _is_deepspeed_tag(path):
         return path
     try:
-        found = within(path, read_bytes(path / LATEST, LONGEST).decode().strip())
+        found = file_within(path, read_bytes(path / LATEST, LONGEST).decode().strip())
     except (OSError, ValueError):
         return None
     return found if _is_deepspeed_tag(found) else None

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxdist.config.bounded import FETCH, LFS, MOST_BYTES, POINTER, check_fetched, parse, read_json, size_of, within
+from jaxdist.config.bounded import (
+    FETCH,
+    LFS,
+    MOST_BYTES,
+    POINTER,
+    check_fetched,
+    file_within,
+    parse,
+    read_json,
+    size_of,
+)
 from jaxdist.config.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,7 +56,7 @@ def check_files(folder: Path) -> None:
     neither file nor folder, or a link that leads outside."""
     for entry in folder.rglob("*"):
         name = entry.relative_to(folder).as_posix()
-        if not within(folder, name).is_dir():
+        if not file_within(folder, name).is_dir():
             try:
                 size_of(entry)
             except ValueError as error:
@@ -62,7 +72,7 @@ def indexed(folder: Path, name: str = INDEX) -> dict[str, Path] | None:
         return None
     try:
         places = read_json(index)["weight_map"]
-        files = {file: within(folder, file) for file in set(places.values())}
+        files = {file: file_within(folder, file) for file in set(places.values())}
         if missing := sorted(name for name, file in files.items() if not file.exists()):
             those = f"{missing[0]} and {len(missing) - 1} more, which are" if missing[1:] else f"{missing[0]}, which is"
             raise ConfigError(f"{folder}: {name} names {those} missing; copy that there, or download it again")

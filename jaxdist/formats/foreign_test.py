@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxdist.config import ConfigError
-from jaxdist.config.bounded import read_json, within
+from jaxdist.config.bounded import file_within, read_json
 from jaxdist.formats import foreign
 from jaxdist.formats.foreign import INDEX, check_header, indexed
 from jaxdist.runs.checkpoints import MANIFEST, damage, seal
@@ -90,7 +90,7 @@ def test_names_that_lead_outside(name: str, folder: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(folder)
     for root in (folder, Path()):
         with pytest.raises(ValueError, match=r"is outside of|null byte"):
-            within(root, name)
+            file_within(root, name)
         with pytest.raises(ConfigError, match=f"{INDEX}: ValueError.* in its folder"):
             indexed(root)
         assert damage(root) == f"its {MANIFEST} cannot be read"
@@ -105,7 +105,7 @@ def test_links_in_a_circle(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["a", "alias", "deep/new", "./a"])
 def test_names_that_stay_inside(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert within(folder, name) == folder / name and within(Path(), name) == Path(name)
+    assert file_within(folder, name) == folder / name and file_within(Path(), name) == Path(name)
 
 
 def cache(root: Path) -> Path:
@@ -122,16 +122,16 @@ def cache(root: Path) -> Path:
 def test_links_of_the_hugging_face_cache(tmp_path: Path) -> None:
     revision, blobs = cache(tmp_path), tmp_path / "models--org--name" / "blobs"
     (tmp_path / "via").symlink_to(revision)
-    assert within(revision, "1.safetensors").read_text() == "weights"
-    assert within(revision / "part", "1.safetensors").read_text() == "weights"
-    assert within(tmp_path / "via", "1.safetensors").read_text() == "weights"
+    assert file_within(revision, "1.safetensors").read_text() == "weights"
+    assert file_within(revision / "part", "1.safetensors").read_text() == "weights"
+    assert file_within(tmp_path / "via", "1.safetensors").read_text() == "weights"
     (tmp_path / "secret").write_text("secret")
     (revision / "2.safetensors").symlink_to("../../../secret")
     (blobs / "badc0de").symlink_to("../../secret")
     (revision / "3.safetensors").symlink_to("../../blobs/badc0de")
     for name in ("2.safetensors", "3.safetensors", "../../blobs/5ad1"):
         with pytest.raises(ValueError, match="is outside of"):
-            within(revision, name)
+            file_within(revision, name)
 
 
 def test_blobs_in_another_place(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_blobs_in_another_place(tmp_path: Path) -> None:
     blobs.rename(tmp_path / "elsewhere")
     blobs.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="is outside of"):
-        within(revision, "1.safetensors")
+        file_within(revision, "1.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_pipe_in_place_of_the_manifest(tmp_path: Path) -> None:
 
 
 def test_without_its_check_a_name_leads_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "within", lambda folder, name: folder / name)
+    monkeypatch.setattr(foreign, "file_within", lambda folder, name: folder / name)
     (folder / INDEX).write_text('{"weight_map": {"t": "../outside"}}')
     found = indexed(folder)
     assert found and found["t"].read_text() == "weights"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
-from jaxdist.config.bounded import within
+from jaxdist.config.bounded import file_within
 from jaxdist.formats.folders import part_of
 from jaxdist.formats.foreign import INDEX, SINGLE, check_header, check_index, indexed
 from jaxdist.formats.tables import Shape
@@ -70,7 +70,7 @@ class Headers:
     @property
     def single(self) -> Path:
         """The file with all tensors, where there is no index."""
-        return self.folder if self.folder.is_file() else within(self.folder, SINGLE)
+        return self.folder if self.folder.is_file() else file_within(self.folder, SINGLE)
 
     def _index(self) -> dict[str, Path] | None:
         """Tensor -> file, where the folder goes by its index: transformers takes the single file before it, too."""

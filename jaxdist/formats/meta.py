@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment
-from jaxdist.config.bounded import read_json, within
+from jaxdist.config.bounded import file_within, read_json
 from jaxdist.config.decoder import MOST_LAYERS
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.leaves import Leaf, Reader
@@ -30,7 +30,7 @@ def is_meta(path: Path) -> bool:
 def read(path: Path, reader: Reader) -> tuple[Experiment, dict[str, Leaf]]:
     """The model, and its tensors joined over all ranks, under Meta's names. Raises ConfigError."""
     try:
-        files = [within(path, file.name) for file in sorted(path.glob(FILES))]
+        files = [file_within(path, file.name) for file in sorted(path.glob(FILES))]
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; give a folder with its files in it") from None
     ranks = [weights_in(file, reader) for file in files]

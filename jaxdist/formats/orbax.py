@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, Model, check_shapes
-from jaxdist.config.bounded import read_json, within
+from jaxdist.config.bounded import file_within, read_json
 from jaxdist.formats.foreign import check_files
 from jaxdist.formats.leaves import Leaf, Leaves, Reader
 from jaxdist.formats.tables import EXPERTS, RETURNED, Shape, Stored, piece_name, stack_depth, stored
@@ -73,7 +73,7 @@ def arrays(checkpoint: Path) -> dict[str, "ts.TensorStore"]:
 
     folder = checkpoint / PARAMETERS
     with reading(folder):
-        within(checkpoint, PARAMETERS)
+        file_within(checkpoint, PARAMETERS)
         check_files(folder)
         index = read_json(folder / INDEX)
         keys = [entry["key_metadata"] for entry in index["tree_metadata"].values()]
@@ -93,7 +93,7 @@ def arrays(checkpoint: Path) -> dict[str, "ts.TensorStore"]:
 def spec(folder: Path, name: str, database: bool, zarr3: bool) -> dict[str, Any]:
     """TensorStore's spec of an array of the item in `folder`: in a `database` of all, or in a folder of its own. A
     missing chunk is an error, as for Orbax. Raises ValueError for a name that leads out of the folder."""
-    within(folder, name)
+    file_within(folder, name)
     base = {"driver": "file", "path": f"{folder.resolve()}/"}
     own = base | {"path": f"{base['path']}{name}/"}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"} if database else own

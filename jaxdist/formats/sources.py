@@ -195,21 +195,33 @@ def _meta(path: Path, reader: Reader) -> Found:
     return Found(path, leaves, experiment)
 
 
-def _kind(name: str, recognizes: Callable[[Path], bool], find: Any, title: str, module: str, **more: Any) -> None:
-    row = CheckpointKind(name, title, recognizes, find, f"jaxdist.convert.kinds.{module}", **more)
-    KINDS.register(row, BUILT_IN)
-
+CONVERTERS = "jaxdist.convert.kinds"  # the package of their modules
 
 # In this order: a folder may have copies of its weights in other layouts too, of fewer bits.
-_kind("deepspeed", is_deepspeed, _deepspeed, "checkpoint of DeepSpeed's", "deepspeed_folders", state=True, rates=True)
-_kind(
-    "trainer", is_trainer_folder, _trainer, "folder of a Trainer or of Accelerate", "trainer_folders",
-    state=True, rates=True,
-)  # fmt: skip
-_kind("hf", is_hf, _hf, "Hugging Face folder", "hf", naming=HUGGINGFACE)
-_kind("orbax", orbax.is_checkpoint, _orbax, "Orbax checkpoint", "orbax_files", naming=LAYERS, state=True)
-_kind("dcp", is_dcp, _dcp, "torch distributed checkpoint", "dcp_files", naming=TORCH_REF, state=True, rates=True)
-_kind("llmc", llmc.is_model, _llmc, "checkpoint of llm.c's", "llmc_files", state=True)
-_kind("torch", is_torch, _torch, "torch file", "torch_files", naming=HUGGINGFACE, state=True, rates=True)
-_kind("meta", meta.is_meta, _meta, "folder of Meta's", "meta")
-_kind("bin", is_bin_folder, _bin, "folder with pytorch_model.bin", "bin_files")
+for _row in (
+    CheckpointKind(
+        "deepspeed", "checkpoint of DeepSpeed's", is_deepspeed, _deepspeed, f"{CONVERTERS}.deepspeed_folders",
+        state=True, rates=True,
+    ),
+    CheckpointKind(
+        "trainer", "folder of a Trainer or of Accelerate", is_trainer_folder, _trainer, f"{CONVERTERS}.trainer_folders",
+        state=True, rates=True,
+    ),
+    CheckpointKind("hf", "Hugging Face folder", is_hf, _hf, f"{CONVERTERS}.hf", naming=HUGGINGFACE),
+    CheckpointKind(
+        "orbax", "Orbax checkpoint", orbax.is_checkpoint, _orbax, f"{CONVERTERS}.orbax_files",
+        naming=LAYERS, state=True,
+    ),
+    CheckpointKind(
+        "dcp", "torch distributed checkpoint", is_dcp, _dcp, f"{CONVERTERS}.dcp_files",
+        naming=TORCH_REF, state=True, rates=True,
+    ),
+    CheckpointKind("llmc", "checkpoint of llm.c's", llmc.is_model, _llmc, f"{CONVERTERS}.llmc_files", state=True),
+    CheckpointKind(
+        "torch", "torch file", is_torch, _torch, f"{CONVERTERS}.torch_files",
+        naming=HUGGINGFACE, state=True, rates=True,
+    ),
+    CheckpointKind("meta", "folder of Meta's", meta.is_meta, _meta, f"{CONVERTERS}.meta"),
+    CheckpointKind("bin", "folder with pytorch_model.bin", is_bin_folder, _bin, f"{CONVERTERS}.bin_files"),
+):  # fmt: skip
+    KINDS.register(_row, BUILT_IN)

@@ -101,10 +101,10 @@ def restored(tree: Any) -> Any:
         if not isinstance(node, dict | list | tuple):
             return node
         if id(node) not in made:
-            made[id(node)] = node, within(node)
+            made[id(node)] = node, restored_parts(node)
         return made[id(node)][1]
 
-    def within(node: Any) -> Any:
+    def restored_parts(node: Any) -> Any:
         if isinstance(node, tuple):
             parts = [restore(part) for part in node]
             return node if all(a is b for a, b in zip(parts, node, strict=True)) else tuple(parts)

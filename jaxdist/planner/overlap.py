@@ -29,7 +29,7 @@ class Overlap:
 def overlaps(hlo: str) -> list[Overlap]:
     """Each collective of a scheduled program, as `compiled.as_text()` prints it, in its order."""
     bodies = set(re.findall(r"body=%?([^\s,)]+)", hlo))
-    return [found for name, lines in computations(hlo) for found in within(lines, name in bodies)]
+    return [found for name, lines in computations(hlo) for found in overlaps_in(lines, name in bodies)]
 
 
 def computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
@@ -43,7 +43,7 @@ def computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
             lines.append(line)
 
 
-def within(lines: list[str], looped: bool) -> Iterator[Overlap]:
+def overlaps_in(lines: list[str], looped: bool) -> Iterator[Overlap]:
     """The collectives of one computation."""
     under_way: dict[str, tuple[str, list[str], list[str]]] = {}  # by name: kind, dtypes, and the kernels since
     for line in lines:

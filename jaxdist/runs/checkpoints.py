@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from jaxdist.config.bounded import read_json, within
+from jaxdist.config.bounded import file_within, read_json
 from jaxdist.config.errors import REMEDIES, ConfigError, TrainingError, remedy
 from jaxdist.config.experiment import Checkpoint, Verify
 from jaxdist.runs.display import say
@@ -258,7 +258,7 @@ def _entries(folder: Path, files: Any) -> dict[str, Entry]:
     entries = {}
     for name, entry in files.items():
         (kind,) = CHECKSUMS.keys() & entry.keys()
-        entries[name] = Entry(within(folder, name), entry["bytes"], kind, entry[kind])
+        entries[name] = Entry(file_within(folder, name), entry["bytes"], kind, entry[kind])
     if not entries or not all(type(e.bytes) is int and type(e.checksum) is str for e in entries.values()):
         raise ValueError("it lists no file, or a size is not a whole number, or a checksum no text")
     return entries

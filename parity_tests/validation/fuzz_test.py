@@ -107,7 +107,7 @@ def index_from_a_file(content: io.BytesIO, size: int, index: Callable[[Any, int]
 END = 10**12
 # Planted: the kind of file, the replaced functions, and the fuzzer's finding.
 PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
-    "any path in an index": ("index", [(foreign, "within", join)], "outside of the folder"),
+    "any path in an index": ("index", [(foreign, "file_within", join)], "outside of the folder"),
     "keys twice in an index": ("index", [(bounded, "_object", last_wins)], "a key was given twice"),
     "keys twice in config.json": ("config", [(bounded, "_object", last_wins)], "a key was given twice"),
     "layers without end": (
@@ -148,11 +148,11 @@ def test_a_planted_mistake_is_found(name: str, tmp_path: Path, monkeypatch: pyte
     ("name", "plant", "file"),
     [
         ("safetensors", (bounded, "_object", last_wins), "tensor-given-twice"),
-        ("index", (foreign, "within", join), "outside-by-dots.json"),
-        ("index", (foreign, "within", join), "outside-by-a-link.json"),
+        ("index", (foreign, "file_within", join), "outside-by-dots.json"),
+        ("index", (foreign, "file_within", join), "outside-by-a-link.json"),
         ("manifest", (bounded, "_object", last_wins), "file-given-twice.json"),
-        ("manifest", (checkpoints, "within", join), "outside-by-dots.json"),
-        ("manifest", (checkpoints, "within", join), "outside-by-a-link.json"),
+        ("manifest", (checkpoints, "file_within", join), "outside-by-dots.json"),
+        ("manifest", (checkpoints, "file_within", join), "outside-by-a-link.json"),
         ("dcp", (dcp_index.Index, "dispatch", pickle._Unpickler.dispatch), "bytearray-of-8-terabytes"),  # type: ignore[attr-defined]
         ("dcp", (dcp_index, "Index", index_from_a_file), "bytes-of-8-terabytes"),
         ("torch", (torch_records, "rehearse", lambda *_: None), "bytearray-of-8-terabytes"),

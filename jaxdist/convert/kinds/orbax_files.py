@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jaxdist.config import ConfigError, Experiment, check_shapes
-from jaxdist.config.bounded import read_json, within
+from jaxdist.config.bounded import file_within, read_json
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed, entries_of
 from jaxdist.convert.entries import cut, parts, shapes_of
 from jaxdist.convert.kinds.orbax_compat import WithoutMetadataStore
@@ -122,7 +122,7 @@ def stores(root: Path, item: str = ".") -> Any:
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with checkpointer(handler) as reader, reading(path):
-        within(root, item)
+        file_within(root, item)
         check_files(path)
         read_json(path / "_METADATA")  # Orbax would take any size
         if (found := reader.metadata(path).item_metadata) is None:
@@ -212,7 +212,7 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         there: dict[tuple[str, str], tuple[ZarrFiles, tuple[int, ...]]] = {}
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
-            folder = within(Path(info.parent_dir), info.name)
+            folder = file_within(Path(info.parent_dir), info.name)
             array = ZarrFiles(folder, value.shape, len(next(iter(value.places.values()))), value.dtype)
             item = folder.parent.name.partition(".")[0]  # which has another ending until it is whole
             self.arrays.append((f"{item}/{info.name}", array))
