@@ -6,12 +6,14 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from parity_tests.proof.verdict import LEVELS, Verdict
 from parity_tests.validation.detection import CONFIGURATIONS, FOUND, NAMED_RIGHT, Benchmark, Finding, found_before
-from parity_tests.validation.mistakes import NOTHING, TABLES, mistake, table
+from parity_tests.validation.mistakes import NOTHING, TABLES, mistake, plant, table
 
 QUICK = [
     "jaxdist.rope_of_neighbours",
@@ -73,6 +75,15 @@ def test_every_mistake_can_be_planted() -> None:
     """The function that it replaces exists; otherwise the run stays right and counts as not detected."""
     done = subprocess.run([sys.executable, "-c", PLANT_EACH], capture_output=True, text=True, check=True)
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("wrong", [3, lambda first: first, lambda first, second, third, fourth: first])
+def test_what_cannot_stand_for_a_function_is_not_planted(wrong: Any) -> None:
+    owner = SimpleNamespace(right=lambda first, second, *, third=0: first)
+    with pytest.raises(TypeError):
+        plant(owner, "right", wrong)
+    plant(owner, "right", lambda first, second: second)
+    assert owner.right(1, 2) == 2
 
 
 def test_every_mistake_was_measured() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from inspect import Parameter, isfunction, signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,7 +104,32 @@ def altered(module: Any, **changes: Any) -> Any:
 
 
 def plant(owner: Any, name: str, value: Any) -> None:
-    """Set the existing attribute `name` to `value`."""
+    """Set the existing attribute `name` to `value`. Raises AttributeError if there is none, and TypeError where a
+    function cannot be called as the one that it replaces."""
     if not hasattr(owner, name):
         raise AttributeError(f"{owner} has no {name}")
+    old, new = getattr(owner, name), getattr(value, "__func__", value)  # of a class method or a static one
+    if callable(old) != callable(new):
+        raise TypeError(f"{owner}.{name} = {old!r}: {value!r} is of another type")
+    if isfunction(old) and not (taken_by(new, required(old)) or taken_by(new, arguments(old))):
+        raise TypeError(f"{owner}.{name}{signature(old)} cannot be replaced by a function of {signature(new)}")
     setattr(owner, name, value)
+
+
+def arguments(function: Callable[..., Any]) -> list[Parameter]:
+    variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return [p for p in signature(function).parameters.values() if p.kind not in variable]
+
+
+def required(function: Callable[..., Any]) -> list[Parameter]:
+    return [p for p in arguments(function) if p.default is p.empty]
+
+
+def taken_by(function: Callable[..., Any], given: list[Parameter]) -> bool:
+    """Whether a function can be called with these arguments."""
+    by_name = {p.name: p for p in given if p.kind is Parameter.KEYWORD_ONLY}
+    try:
+        signature(function).bind(*(p for p in given if p.name not in by_name), **by_name)
+    except TypeError:
+        return False
+    return True

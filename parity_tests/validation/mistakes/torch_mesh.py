@@ -33,7 +33,7 @@ def one_rank_fed_twice() -> None:
     """The last rank reads the first one's rows."""
     right = Dataset.batch
 
-    def batch(self: Dataset, step: int, size: int, seed: int, split: Any = "train", *, rows: np.ndarray) -> Batch:
+    def batch(self: Dataset, step: int, size: int, seed: int, split: Any = "train", rows: Any = slice(None)) -> Batch:
         return right(self, step, size, seed, split, np.arange(2) if rows[0] == 6 else rows)
 
     plant(Dataset, "batch", batch)
@@ -163,8 +163,8 @@ def one_scale_not_summed_over_tensor() -> None:
     """The norm of queries is declared to see all heads: its scale has the gradient of each rank's own heads."""
     right = parallelize_module
 
-    def seeing_all_heads(model: Any, mesh: Any, styles: Any) -> Any:
-        return right(model, mesh, styles | {"layers.*.attention.q_norm": parallelize.Replicated()})
+    def seeing_all_heads(model: Any, device_mesh: Any = None, styles: Any = None) -> Any:
+        return right(model, device_mesh, styles | {"layers.*.attention.q_norm": parallelize.Replicated()})
 
     plant(parallelize, "parallelize_module", seeing_all_heads)
 
