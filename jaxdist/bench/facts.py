@@ -48,7 +48,7 @@ def measure(bench: Bench) -> Iterator[Figure]:
     with apart(JAX_NUM_CPU_DEVICES="8", JAX_PLATFORMS="cpu") as call:
         for name in ROWS if bench.effort.every_row else FIRST:
             bench.say(f"compiling {name}")
-            yield from figures(name, call(of_row, name))
+            yield from figures(name, call(row_ratios, name))
 
 
 def figures(name: str, found: Ratios) -> Iterator[Figure]:
@@ -64,7 +64,7 @@ def rows(figures: Sequence[Figure]) -> dict[str, tuple[Figure, Figure]]:
     return {n: (found[f"traffic, {n}"], found[f"memory, {n}"]) for n in names if f"memory, {n}" in found}
 
 
-def of_row(name: str) -> Ratios:
+def row_ratios(name: str) -> Ratios:
     """Compile a row on 8 virtual devices, and compare. Raises KeyError for no row."""
     from jaxdist.accounting.forms import least_bytes
     from jaxdist.command_line.arguments import load

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist.bench.facts import FIRST, MEMORY, ROWS, TRAFFIC, figures, of_row
+from jaxdist.bench.facts import FIRST, MEMORY, ROWS, TRAFFIC, figures, row_ratios
 from jaxdist.conftest import often
 from jaxdist.parallel import pipeline, rematerialization
 from jaxdist.parallel.collectives import Parallel
@@ -12,12 +12,12 @@ pytestmark = pytest.mark.long
 
 def met(name: str) -> list[bool | None]:
     """Whether the figures of traffic and memory meet their goals."""
-    return [figure.met for figure in figures(name, of_row(name))]
+    return [figure.met for figure in figures(name, row_ratios(name))]
 
 
 @pytest.mark.parametrize("name", often(ROWS, FIRST))
 def test_a_strategy_sends_and_holds_no_more(name: str) -> None:
-    found = of_row(name)
+    found = row_ratios(name)
     assert found.traffic <= TRAFFIC.value
     assert found.memory <= MEMORY.value
 
@@ -25,17 +25,17 @@ def test_a_strategy_sends_and_holds_no_more(name: str) -> None:
 def test_a_sum_too_many_is_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: without `enter` JAX inserts a sum for each product."""
     monkeypatch.setattr(Parallel, "enter", lambda self, x: x)
-    assert of_row("2x4").traffic > TRAFFIC.value and met("2x4") == [False, True]
+    assert row_ratios("2x4").traffic > TRAFFIC.value and met("2x4") == [False, True]
 
 
 def test_activations_that_are_kept_are_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: activations are kept instead of recomputed."""
     monkeypatch.setitem(rematerialization.POLICIES, "full", rematerialization.POLICIES["none"])
-    assert of_row("fsdp, remat full").memory > MEMORY.value and met("fsdp, remat full") == [True, False]
+    assert row_ratios("fsdp, remat full").memory > MEMORY.value and met("fsdp, remat full") == [True, False]
 
 
 @pytest.mark.slow
 def test_weights_that_are_gathered_before_the_first_tick_are_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: XLA may hoist gathers out of a pipeline's loops over ticks."""
     monkeypatch.setattr(pipeline, "not_before", lambda t, weights: weights)
-    assert of_row("pipeline").memory > MEMORY.value and met("pipeline") == [True, False]
+    assert row_ratios("pipeline").memory > MEMORY.value and met("pipeline") == [True, False]

@@ -74,13 +74,13 @@ def table(header: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def of_ratios(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
+def ratio_table(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
     """A row for each; median, and lowest and highest of its pairs."""
     rows = ((f.name, str(f), goal(f), ", ".join(f"{n} {number(v)}" for n, v in f.beside.items())) for f in figures)
     yield table((heading, "median (lowest to highest)", "goal", "of"), rows)
 
 
-def of_facts(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
+def fact_table(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
     """Both ratios of a row side by side."""
     rows = ((name, exact(sent), exact(held)) for name, (sent, held) in facts.rows(figures).items())
     yield table((heading, f"sent / least ({facts.TRAFFIC})", f"held / closed form ({facts.MEMORY})"), rows)
@@ -91,19 +91,19 @@ def exact(figure: Figure) -> str:
     return f"{figure.median:.3f}" + (" **missed**" if figure.met is False else "")
 
 
-def of_starts(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
+def start_table(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
     """Seconds of each stage, of a start that compiles and one that loads; and their ratio."""
     rows = ((stage, number(cold.median), number(warm.median)) for stage, (cold, warm) in start.stages(figures).items())
     yield table((heading, "nothing kept", "compiled before"), rows)
-    yield from of_ratios("a second start", [figure for figure in figures if figure.goal])
+    yield from ratio_table("a second start", [figure for figure in figures if figure.goal])
 
 
 TABLES: dict[str, tuple[str, Callable[[str, Sequence[Figure]], Iterator[str]]]] = {
-    "pace": ("pace of JAX / torch", of_ratios),
-    "gpu": ("one GPU", of_ratios),
-    "facts": ("default config on 8 devices", of_facts),
-    "compile": ("seconds to compile", of_ratios),
-    "start": ("seconds to the first step, medians", of_starts),
-    "inputs": ("input", of_ratios),
-    "saving": ("saving every 50 steps, of 8.5 million parameters", of_ratios),
+    "pace": ("pace of JAX / torch", ratio_table),
+    "gpu": ("one GPU", ratio_table),
+    "facts": ("default config on 8 devices", fact_table),
+    "compile": ("seconds to compile", ratio_table),
+    "start": ("seconds to the first step, medians", start_table),
+    "inputs": ("input", ratio_table),
+    "saving": ("saving every 50 steps, of 8.5 million parameters", ratio_table),
 }

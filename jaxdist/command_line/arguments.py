@@ -262,7 +262,7 @@ def load(
         section, _, field = dotted.partition(".")
         values[section][field] = value
     try:
-        experiment = Experiment.parse(values, str(config or "arguments"), of_weights(start.model) if start else ())
+        experiment = Experiment.parse(values, str(config or "arguments"), weight_fields(start.model) if start else ())
     except ConfigError as error:
         if start and not own_model and (flags := _contradicting(overrides, start.model)):
             problem = str(error).splitlines()[0].rpartition("; ")[0] or str(error)
@@ -283,7 +283,7 @@ def load_model(config: str | Path, option: str) -> Experiment:
     return load(config, {"data.sequence": positions} if shorter else {}, option)
 
 
-def of_weights(model: Model) -> Iterator[str]:
+def weight_fields(model: Model) -> Iterator[str]:
     """Config fields that weights of `model` determine."""
     return (f"model.{name}" for name in held_by_weights(model) if name != "vocab")
 
@@ -311,7 +311,8 @@ def _check_family(model: Any, source: str, overrides: Mapping[str, Any]) -> None
 
 def _contradicting(overrides: Mapping[str, Any], model: Model) -> list[str]:
     """The flags that give a field which weights of the `model` hold another value."""
-    values = {name: as_argument(getattr(model, name.partition(".")[2])) for name in {*of_weights(model)} & {*overrides}}
+    both = {*weight_fields(model)} & {*overrides}
+    values = {name: as_argument(getattr(model, name.partition(".")[2])) for name in both}
     return [f"--{name}" for name in overrides if values.get(name, overrides[name]) != overrides[name]]
 
 
@@ -396,7 +397,7 @@ def parse(
     config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
     experiment = load(config, given, option, start)
     if run["init"]:
-        experiment = experiment.pinning(of_weights(experiment.model))
+        experiment = experiment.pinning(weight_fields(experiment.model))
     notes = dict.fromkeys((*(start.notes if start else ()), *config_notes(run["config"])))
     stated = not run["init"] or start or config or any(name.startswith("model.") for name in given)
     return Arguments(experiment=experiment, notes=tuple(notes), model_stated=bool(stated), **run)

@@ -215,7 +215,7 @@ class Experiment(Section):
         """This experiment, bound to the data that it was begun with."""
         return self.model_copy(update={"data": self.data.model_copy(update={"fingerprint": fingerprint})})
 
-    def of_steps(self, steps: int) -> "Experiment":
+    def with_steps(self, steps: int) -> "Experiment":
         """This experiment, with that number of steps."""
         return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "epochs": 0})})
 

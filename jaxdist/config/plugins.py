@@ -138,7 +138,7 @@ def function(rows: Registry[Any], name: str, field: str, needed: str, kind: type
     return guarded
 
 
-def of_each(rows: Iterable[str], read: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, ConfigError]]:
+def read_each(rows: Iterable[str], read: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, ConfigError]]:
     """Row -> what `read` finds for it, and row -> the error where that fails: a broken row leaves the others usable."""
     found, errors = dict[str, Found](), dict[str, ConfigError]()
     for name in rows:

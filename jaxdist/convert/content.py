@@ -65,7 +65,7 @@ class Origin:
         return self.held()
 
     @property
-    def of_a_script(self) -> bool:
+    def from_script(self) -> bool:
         """Whether it is a torch file that was not ours, and gets none of our keys on its way back."""
         return self.kind == "torch" and not self.own
 

@@ -35,7 +35,7 @@ def entries(naming: str, model: Model, shapes: Mapping[str, Shape] | None = None
     if naming == OWN:
         return {name: _own(name, shape) for name, shape in shapes.items()}
     if naming == LAYERS:
-        pieces = (piece for name in shapes for piece in parts(name, shapes[name]))
+        pieces = (piece for name in shapes for piece in layer_atoms(name, shapes[name]))
         return {part: whole_entry(part, atom, shape) for part, atom, shape in pieces}
     return {name: _entry(tensor, model) for name, tensor in stored(naming, model, shapes).items()}
 
@@ -73,7 +73,7 @@ def kept(naming: str, model: Model, o: Optimizer, kind: str) -> dict[str, Entry]
     return entries(naming, model, shapes)
 
 
-def parts(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:
+def layer_atoms(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:
     """The atoms of a parameter of ours: their names under LAYERS, and their shapes."""
     stack, rest = cut(name, shape)
     return [(piece_name(name, place), (name, number), rest) for number, place in enumerate(np.ndindex(*stack))]
@@ -86,7 +86,7 @@ def cut(name: str, shape: Shape) -> tuple[Shape, Shape]:
 
 
 def _own(name: str, shape: Shape) -> Entry:
-    atoms, (stack, _) = [atom for _, atom, _ in parts(name, shape)], cut(name, shape)
+    atoms, (stack, _) = [atom for _, atom, _ in layer_atoms(name, shape)], cut(name, shape)
     if not stack:
         return whole_entry(name, atoms[0], shape)
     return by_views(name, atoms, shape, lambda tensor, number: tensor[np.unravel_index(number, stack)])

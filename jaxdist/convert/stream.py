@@ -22,7 +22,7 @@ from jaxdist.config import ConfigError
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of
 from jaxdist.convert.finite import bad_values
 from jaxdist.convert.mappings.atoms import Atom, Entry, fill
-from jaxdist.formats.finite import BadValues, is_second_moment, of_kind, refused
+from jaxdist.formats.finite import BadValues, is_second_moment, optimizer_tensor_name, refused
 from jaxdist.formats.tables import LAYERS, OWN, table_of
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Resharder(ABC):
 
     def _looked_at(self, group: str, name: str, array: np.ndarray) -> np.ndarray:
         """A tensor that was read, as `nonfinite` says."""
-        label = name if group == PARAMETERS else of_kind(name, group)
+        label = name if group == PARAMETERS else optimizer_tensor_name(name, group)
         found = None if self.nonfinite == "keep" else bad_values(array, label)
         if found is None:
             return array

@@ -39,7 +39,7 @@ def verify_source(path: Path) -> Iterator[str]:
     Run folders have been compared with their manifest already; safetensors have no checksums.
     """
     if (path / INDEX).is_file() and not sealed(path):
-        parts = import_module("jaxdist.convert.kinds.dcp_files").parts(path)
+        parts = import_module("jaxdist.convert.kinds.dcp_files").embedded_files(path)
         if summed := sum(checksums(name, open_part) for name, open_part in parts):
             yield f"verified: the records of {summed} parts of {path.name} have their checksums"
     files = [path] if path.is_file() else sorted(path.glob("consolidated.*.pth"))

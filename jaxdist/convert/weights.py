@@ -14,7 +14,7 @@ from jaxdist.convert.kinds.reader import READER
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.vocabulary import resized
-from jaxdist.formats.finite import of_start
+from jaxdist.formats.finite import start_fix
 from jaxdist.formats.opening import companions_by, described_by, opened
 from jaxdist.formats.orbax import is_checkpoint, read_experiment
 from jaxdist.formats.sources import kind_of
@@ -73,6 +73,6 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     content = resized(starting_content(path, program.experiment, ema), model)
     conversion = Conversion(content, OWN, widen=True, nonfinite="refuse")
     weights = {name: put(abstract[name], array) for _, name, array in conversion.stream(PARAMETERS)}
-    conversion.refuse(path, of_start(path))
+    conversion.refuse(path, start_fix(path))
     check_start(program, path, weights, None)
     return program.placement.to_device_order(weights)

@@ -107,7 +107,7 @@ def in_steps(experiment: Experiment) -> Experiment:
     """The experiment with its epochs counted in steps. Raises ConfigError."""
     if not (epochs := experiment.train.epochs):
         return experiment
-    return experiment.of_steps(dataset_of(experiment).steps(experiment.train.batch, epochs))
+    return experiment.with_steps(dataset_of(experiment).steps(experiment.train.batch, epochs))
 
 
 class Dataset(ABC):

@@ -60,11 +60,11 @@ def source_of(path: Path) -> Source | None:
     for file in (checkpoint / EXPERIMENT, checkpoint / ORBAX_EXPERIMENT):
         if file.is_file():
             with suppress(ConfigError, OSError, ValueError):
-                return of_experiment(path, Experiment.parse(read_json(file), source=str(file)))
+                return experiment_source(path, Experiment.parse(read_json(file), source=str(file)))
     return _hf_source(path) if (path / HF_CONFIG).is_file() else None
 
 
-def of_experiment(path: Path, experiment: Experiment) -> Source:
+def experiment_source(path: Path, experiment: Experiment) -> Source:
     """The source at `path`, which belongs to an experiment."""
     tokenizer = Path(experiment.data.tokenizer)
     return Source(path, experiment.model, tokenizer if tokenizer.is_file() and tokenizer.is_absolute() else None)

@@ -29,18 +29,18 @@ class BadValues:
         return f"{self.count:,} of {self.size:,} values that {what}, the first {self.value} at [{at}]"
 
 
-def of_kind(name: str, kind: str) -> str:
+def optimizer_tensor_name(name: str, kind: str) -> str:
     """Name of the optimizer's tensor of that `kind` for the parameter `name`."""
     return f"{name} ({kind})"
 
 
 def is_second_moment(name: str) -> bool:
-    """Whether the optimizer keeps a tensor of this name, `of_kind`, as a mean of squares."""
-    return name.endswith(tuple(of_kind("", kind) for kind in means_of_squares()))
+    """Whether the optimizer keeps a tensor of this name (`optimizer_tensor_name`) as a mean of squares."""
+    return name.endswith(tuple(optimizer_tensor_name("", kind) for kind in means_of_squares()))
 
 
 def is_square(name: str) -> bool:
-    """Whether a tensor of this name, of a model or `of_kind`, is a mean of squares, in any naming."""
+    """Whether a tensor of this name, of a model or by `optimizer_tensor_name`, is a mean of squares, in any naming."""
     return name.endswith(".running_var") or is_second_moment(name)
 
 
@@ -51,12 +51,12 @@ def refused(source: object, found: Mapping[str, BadValues], fix: str) -> ConfigE
     return ConfigError(f"{source}: tensor {name} has {found[name]}{more if others else ''}. {fix}")
 
 
-def of_weights(path: Path, found: Mapping[str, BadValues], here: str, there: str | None) -> ConfigError:
+def nonfinite_weights_error(path: Path, found: Mapping[str, BadValues], here: str, there: str | None) -> ConfigError:
     """The error of starting weights of `path` that are not finite in the dtype `here` of training. `there`: their dtype
     in a checkpoint that was read at once in that of training; None where they were finite as they were read."""
     may_be_cast = there is None or RANGES.index(here) < RANGES.index(there)
     if not may_be_cast or any(math.isnan(bad.value) for bad in found.values()):
-        return refused(path, found, of_start(path))
+        return refused(path, found, start_fix(path))
     name, *others = sorted(found)
     more = f"; so have {len(others)} more tensors" if others else ""
     bad = found[name]
@@ -67,7 +67,7 @@ def of_weights(path: Path, found: Mapping[str, BadValues], here: str, there: str
     )
 
 
-def of_start(path: Path) -> str:
+def start_fix(path: Path) -> str:
     """The fix for starting weights that are not finite."""
     model = "" if source_of(path) else " --model CONFIG"
     return (
@@ -76,7 +76,7 @@ def of_start(path: Path) -> str:
     )
 
 
-def of_resume(path: Path, weights: bool) -> str:
+def resume_fix(path: Path, weights: bool) -> str:
     """The fix for a resumed state that is not finite, in its weights or only in its optimizer state."""
     if weights:
         return (
@@ -99,4 +99,4 @@ def check_counts(path: Path, step: int, updates: float, scale: float | None, goo
     if good is not None and not good >= 0:
         wrong.append(f"{good:g} steps in a row without an overflow")
     if wrong:
-        raise ConfigError(f"checkpoint {path} has {' and '.join(wrong)}. {of_resume(path, weights=False)}")
+        raise ConfigError(f"checkpoint {path} has {' and '.join(wrong)}. {resume_fix(path, weights=False)}")

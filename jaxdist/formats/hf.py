@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jaxdist.config import ConfigError, Data, Experiment, Model
 from jaxdist.config.bounded import read_json
-from jaxdist.config.plugins import checked, named, of_each, optional, running
+from jaxdist.config.plugins import checked, named, optional, read_each, running
 from jaxdist.config.registry import FAMILIES
 from jaxdist.formats.hf_decisions import HuggingFace, ModelType, check, notes
 from jaxdist.formats.hf_keys import SHOWN, Settings, together
@@ -83,7 +83,7 @@ def readers() -> Readers:
         types.update({model_type: (family, reader) for model_type, reader in piece.types.items()})
         return piece
 
-    return Readers(types, *of_each(FAMILIES, read))
+    return Readers(types, *read_each(FAMILIES, read))
 
 
 def huggingface_of(family: str) -> HuggingFace | None:

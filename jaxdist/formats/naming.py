@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from jaxdist.config import ConfigError, Model
-from jaxdist.config.plugins import of_each
+from jaxdist.config.plugins import read_each
 from jaxdist.config.registry import FAMILIES
 from jaxdist.formats.tables import Shape, Table, table_of, table_of_files, tables_of
 
@@ -110,7 +110,7 @@ def carried(names: Mapping[str, str], naming: str, model: Model) -> dict[str, st
 
 def broken_tables() -> dict[str, ConfigError]:
     """Family -> the error of its tables, of those whose tables cannot be used: `family_of` passes over them."""
-    return of_each((name for name, row in FAMILIES.items() if row.tables != {}), tables_of)[1]
+    return read_each((name for name, row in FAMILIES.items() if row.tables != {}), tables_of)[1]
 
 
 def family_of(names: Iterable[str]) -> str:
@@ -127,6 +127,6 @@ def family_of(names: Iterable[str]) -> str:
             for table, names in zip(tables, known, strict=True)
         )
 
-    scores, _ = of_each(FAMILIES, score)
+    scores, _ = read_each(FAMILIES, score)
     best = max(scores, key=lambda family: scores[family])
     return best if scores[best] else "unknown"

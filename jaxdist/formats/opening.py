@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.config import ConfigError
 from jaxdist.formats.companions import CONFIG
-from jaxdist.formats.described import Source, of_experiment, source_of
+from jaxdist.formats.described import Source, experiment_source, source_of
 from jaxdist.formats.leaves import Reader
 from jaxdist.formats.origin import CompanionFiles, companion_files
 
@@ -47,10 +47,10 @@ def described_by(reader: Reader, path: Path) -> Source | None:
     with suppress(ConfigError):  # the reader of the weights reports it
         source = opened(path, reader)
         if source.experiment:
-            return of_experiment(path, source.experiment)._replace(notes=source.notes)
+            return experiment_source(path, source.experiment)._replace(notes=source.notes)
         if source.rows and (experiment := models.experiment_beside(path)):
             fitted = models.fitted(str(path), experiment.model, source.leaves)
-            return of_experiment(path, experiment)._replace(model=fitted, notes=source.notes)
+            return experiment_source(path, experiment)._replace(model=fitted, notes=source.notes)
     return None
 
 

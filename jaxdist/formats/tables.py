@@ -80,8 +80,8 @@ class TensorRow(NamedTuple):
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """The shape of one of their tensors, given the shapes of our parameters."""
         shape = shapes[self.ours[0]]
-        stack, of_layer = self.stack(shape), shape[1:] if self.stacked else shape
-        matrix = [*of_layer[len(stack) :]]
+        stack, layer_shape = self.stack(shape), shape[1:] if self.stacked else shape
+        matrix = [*layer_shape[len(stack) :]]
         if len(self.ours) > 1:
             matrix[-1] = sum(shapes[name][-1] for name in self.ours)
         if self.transpose:

@@ -85,13 +85,13 @@ def collectives(module: ir.Module) -> list[ir.Operation]:
 def leave_out_idle(module: ir.Module) -> None:
     """Remove collectives over groups of one device, which are identities: XLA copies their input on CPUs."""
     for operation in collectives(module):
-        if GROUPS in operation.attributes and of_one(operation.attributes[GROUPS]):
+        if GROUPS in operation.attributes and one_device_each(operation.attributes[GROUPS]):
             for result, operand in zip(operation.results, operation.operands, strict=True):
                 result.replace_all_uses_with(operand)
             operation.erase()
 
 
-def of_one(groups: ir.Attribute) -> bool:
+def one_device_each(groups: ir.Attribute) -> bool:
     """Whether each group is one device, as jax 0.10 lists them; later ones name mesh axes in their place."""
     return isinstance(groups, ir.DenseIntElementsAttr) and ir.ShapedType(groups.type).shape[1] == 1
 

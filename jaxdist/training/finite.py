@@ -6,7 +6,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxdist.formats.finite import BadValues, check_counts, of_kind, of_resume, of_weights, refused
+from jaxdist.formats.finite import (
+    BadValues,
+    check_counts,
+    nonfinite_weights_error,
+    optimizer_tensor_name,
+    refused,
+    resume_fix,
+)
 from jaxdist.formats.tables import Shape, piece_name, stack_depth
 from jaxdist.runtime.processes import on_host
 from jaxdist.training.optim import kept_of, updates_of
@@ -17,9 +24,10 @@ Arrays = Mapping[str, jax.Array]
 
 
 def check_start(program: Program, path: Path, weights: Arrays, there: str | None) -> None:
-    """Raises ConfigError if starting weights read from `path` are invalid; `there` as `of_weights` takes it."""
+    """Raises ConfigError if starting weights read from `path` are invalid; `there` as in
+    `nonfinite_weights_error`."""
     if found := bad_values(program, weights):
-        raise of_weights(path, found, program.experiment.precision.parameters, there)
+        raise nonfinite_weights_error(path, found, program.experiment.precision.parameters, there)
 
 
 def check_resumed(program: Program, path: Path, step: int, state: TrainState) -> None:
@@ -30,7 +38,7 @@ def check_resumed(program: Program, path: Path, step: int, state: TrainState) ->
     for kind, arrays in kept_of(state.optimizer).items():
         found |= bad_values(program, arrays, kind)
     if found:
-        raise refused(f"checkpoint {path}", found, of_resume(path, bool(weights)))
+        raise refused(f"checkpoint {path}", found, resume_fix(path, bool(weights)))
     scale, good = map(float, state.scaling) if state.scaling else (None, None)
     for updates in updates_of(state.optimizer):
         check_counts(path, step, int(updates), scale, good)
@@ -40,7 +48,7 @@ def bad_values(program: Program, arrays: Arrays, kind: str = "") -> dict[str, Ba
     """Invalid values, by the names of layers' pieces; `kind`: the kind of optimizer state."""
 
     def label(name: str) -> str:
-        return of_kind(name, kind) if kind else name
+        return optimizer_tensor_name(name, kind) if kind else name
 
     valid = program.all_valid({label(name): array for name, array in arrays.items()})
     return {

@@ -207,7 +207,7 @@ class Recorder:
             count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
             scale = loss_scale.factor(state.scaling)
 
-            def of_one(microbatch: Batches) -> dict[str, Arrays]:
+            def one_microbatch(microbatch: Batches) -> dict[str, Arrays]:
                 def loss(probes: Arrays) -> tuple[jax.Array, Arrays]:
                     noted: Arrays = {}
 
@@ -222,7 +222,7 @@ class Recorder:
                 unscaled = jax.tree.map(lambda g: at_least_f32(g) / scale, gradients)
                 return {"activation": noted, "activation_gradient": unscaled}
 
-            found = lax.map(of_one, self.program.step_function.microbatches(batch))
+            found = lax.map(one_microbatch, self.program.step_function.microbatches(batch))
             rows: dict[str, Arrays] = from_first_stage(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
             return rows
 

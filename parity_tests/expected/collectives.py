@@ -87,11 +87,11 @@ def expected(
     trained = {name: spec for name, spec in param_specs.items() if not spec.statistic}
     update = update_traffic(side, e, trained, mesh)
     if side != JAX and mesh["pipeline"] > 1:
-        return together(pipeline_traffic.expected(e, param_specs, mesh), (*of_attention(step), *update))
+        return together(pipeline_traffic.expected(e, param_specs, mesh), (*attention_traffic(step), *update))
     parameters = by_parameter(e, trained, mesh) if side == JAX else by_block(e, trained, mesh)
     activations = (sent for name in exchanges for sent in EXCHANGES[name](step))
     empty: Counts = {axis: {} for axis, size in mesh.items() if size > 1}
-    return together(empty, (*activations, *of_norm(side, e, mesh), *update, *parameters))
+    return together(empty, (*activations, *norm_traffic(side, e, mesh), *update, *parameters))
 
 
 def together(found: Counts, sent: Iterable[Sent]) -> Counts:
@@ -181,14 +181,14 @@ def exactly(count: int) -> Range:
     return count, count
 
 
-def of_stages(step: Step) -> Iterator[Sent]:
+def stage_traffic(step: Step) -> Iterator[Sent]:
     """JAX: activations, and a mixture's tally, each tick of a pass."""
     _, e, _, mesh, _ = step
     p, arrays = passes(e, mesh), 2 if "experts" in (accounting_of(e.model).exchanges or ()) else 1
     yield "pipeline", {"permute": exactly(arrays * (p.both + p.forward) * (mesh["pipeline"] > 1))}
 
 
-def of_activations(step: Step) -> Iterator[Sent]:
+def activation_traffic(step: Step) -> Iterator[Sent]:
     """Over tensor: two sums a block forward and backward, one for embedding and head each, and three for the loss.
 
     Each chunk of the loss has its own three, and once more where it is checkpointed. Beside them the gradients of
@@ -228,7 +228,7 @@ def checkpointed(side: str, e: Experiment) -> bool:
     return side != JAX and e.memory.loss_chunks > 1
 
 
-def of_attention(step: Step) -> Iterator[Sent]:
+def attention_traffic(step: Step) -> Iterator[Sent]:
     """Over context, for keys and values, and what is computed again once more: JAX's ring sends them on n-1 times, then
     again beside their gradients, which it sends home too; Ulysses exchanges four arrays, torch gathers two. torch's
     ring gathers both at once, also backward, where it sends their gradients on n times.
@@ -274,7 +274,7 @@ def keys_and_values(step: Step) -> float:
     return gathered + step.ring * blocks * numbers * ITEMSIZE["float32"]
 
 
-def of_batch_norms(step: Step) -> Iterator[Sent]:
+def batch_norm_traffic(step: Step) -> Iterator[Sent]:
     """Collectives of batch norms, with three statistics each: mean and variance, and backward their gradients; for
     replicas' own statistics those of the first replica, in JAX all at once."""
     side, e, _, mesh, _ = step
@@ -287,7 +287,7 @@ def of_batch_norms(step: Step) -> Iterator[Sent]:
         )
 
 
-def of_experts(step: Step) -> Iterator[Sent]:
+def expert_traffic(step: Step) -> Iterator[Sent]:
     """JAX gathers tokens, weights and choices, and scatters results, or sends boxes there and back; torch sends
     rows, beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights
     and choices gathered. Tallies cross all axes that tokens differ over, in torch one by one; of transformers'
@@ -319,7 +319,7 @@ def of_experts(step: Step) -> Iterator[Sent]:
         yield "tensor", {"all_reduce": exactly(blocks)}
 
 
-def of_choices(step: Step) -> Iterator[Sent]:
+def routing_traffic(step: Step) -> Iterator[Sent]:
     """Over context the choices of all times are gathered where experts have a capacity, as transformers' have not."""
     model: Any = step.experiment.model
     if step.side != TRANSFORMERS:
@@ -335,16 +335,16 @@ def routed(step: Step) -> int:
 
 # Name of an exchange, as a family's `exchanges` have it -> how many collectives it takes.
 EXCHANGES: Mapping[str, Callable[[Step], Iterable[Sent]]] = {
-    "sums": of_activations,
-    "attention": of_attention,
-    "stages": of_stages,
-    "experts": of_experts,
-    "choices": of_choices,
-    "statistics": of_batch_norms,
+    "sums": activation_traffic,
+    "attention": attention_traffic,
+    "stages": stage_traffic,
+    "experts": expert_traffic,
+    "choices": routing_traffic,
+    "statistics": batch_norm_traffic,
 }
 
 
-def of_norm(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
+def norm_traffic(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
     """torch's own clip, which trains transformers' models, has the squares of all tensors in one array; all else adds
     single numbers, which are not counted."""
     if side == TRANSFORMERS and e.parallel.row.optimizer:

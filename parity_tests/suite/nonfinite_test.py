@@ -20,7 +20,7 @@ from jaxdist.config import ConfigError
 from jaxdist.conftest import slow
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.finite import BLOCK, bad_values
-from jaxdist.formats.finite import BadValues, check_counts, of_weights
+from jaxdist.formats.finite import BadValues, check_counts, nonfinite_weights_error
 from jaxdist.formats.foreign import SINGLE
 from parity_tests.runs import forkserver
 from torch_ref.formats import finite
@@ -191,11 +191,11 @@ def test_which_tensors_are_squares(name: str) -> None:
 @pytest.mark.parametrize("there", [None, "float32", "float16"])
 def test_overflow_in_a_narrower_dtype_is_not_blamed_on_the_file(there: str | None) -> None:
     path, found = Path("folder"), {"w": BadValues(1, 16, np.inf, (5,)), "v": BadValues(2, 3, -np.inf, (0,))}
-    error = str(of_weights(path, found, "float16", there))
+    error = str(nonfinite_weights_error(path, found, "float16", there))
     assert error.startswith("folder: tensor v has 2 of 3 values that are ")
     assert ("Choose a wider one, as --precision bf16" in error) == (there != "float16")
     nan = found | {"x": BadValues(1, 1, np.nan, ())}  # no cast makes NaN
-    assert "--nonfinite zero" in str(of_weights(path, nan, "float16", "float32"))
+    assert "--nonfinite zero" in str(nonfinite_weights_error(path, nan, "float16", "float32"))
 
 
 def test_a_weight_beyond_float16_asks_for_a_wider_dtype(run: Path, tmp_path: Path, train: Train) -> None:

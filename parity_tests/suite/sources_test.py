@@ -27,7 +27,7 @@ from jaxdist.families.llama.config import Llama
 from jaxdist.families.mixtral.config import Mixture
 from jaxdist.families.resnet.config import ResNet
 from jaxdist.formats.described import Source
-from jaxdist.formats.finite import is_square, of_start
+from jaxdist.formats.finite import is_square, start_fix
 from jaxdist.formats.finite import refused as refused_weights
 from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.hf import experiment_for
@@ -83,7 +83,7 @@ def read_by_convert(path: Path, model: Model) -> dict[str, np.ndarray]:
 def placed(path: Path, model: Model, content: Content) -> dict[str, np.ndarray]:
     conversion = Conversion(resized(content, model), OWN, widen=True, nonfinite="refuse")
     found = as_torch({name: array for _, name, array in conversion.stream(PARAMETERS)})
-    conversion.refuse(path, of_start(path))
+    conversion.refuse(path, start_fix(path))
     return found
 
 
@@ -96,7 +96,7 @@ def read_by_torch_ref(path: Path, model: Model) -> dict[str, np.ndarray]:
     counts = {name: tensor.long() for name, tensor in tensors.items() if name.endswith("num_batches_tracked")}
     found = {name: tensor.flatten().view(torch.uint8).numpy() for name, tensor in (tensors | counts).items()}
     if weights.bad:
-        raise refused_weights(path, weights.bad, of_start(path))
+        raise refused_weights(path, weights.bad, start_fix(path))
     return found
 
 

@@ -9,17 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jaxdist.formats.finite import BadValues, check_counts, is_square, of_kind, of_resume, of_start, of_weights, refused
+from jaxdist.formats.finite import (
+    BadValues,
+    check_counts,
+    is_square,
+    nonfinite_weights_error,
+    optimizer_tensor_name,
+    refused,
+    resume_fix,
+    start_fix,
+)
 from torch_ref.parallel.weights import local, place
 
 Piece = tuple[tuple[int, int], ...]  # of a whole tensor: start and stop along each dimension
 
 
 def check_start(path: Path, weights: Mapping[str, Tensor], here: str, there: str | None) -> None:
-    """Raises ConfigError where starting weights, read from `path`, cannot be; `here` and `there` as `of_weights` takes
-    them. Called by all ranks."""
+    """Raises ConfigError if starting weights read from `path` are invalid; `here` and `there` as in
+    `nonfinite_weights_error`. Called by all ranks."""
     if found := on_all_ranks(weights):
-        raise of_weights(path, found, here, there)
+        raise nonfinite_weights_error(path, found, here, there)
 
 
 def check_read(path: Path, own: Mapping[str, BadValues]) -> None:
@@ -28,7 +37,7 @@ def check_read(path: Path, own: Mapping[str, BadValues]) -> None:
     every: list[dict[str, BadValues]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, dict(own))
     if found := {name: bad for of_rank in every for name, bad in of_rank.items()}:
-        raise refused(path, found, of_start(path))
+        raise refused(path, found, start_fix(path))
 
 
 def check_resumed(
@@ -39,9 +48,9 @@ def check_resumed(
 ) -> None:
     """Raises ConfigError where weights of the checkpoint `path`, what its `optimizer` keeps of each, or its loss scale
     cannot be, also under train.nonfinite = skip, as that passes over steps alone. Called by all ranks."""
-    kept = {of_kind(name, kind): tensor for name, of in optimizer.items() for kind, tensor in of.items()}
+    kept = {optimizer_tensor_name(name, kind): tensor for name, of in optimizer.items() for kind, tensor in of.items()}
     if found := on_all_ranks({**weights, **kept}):
-        raise refused(f"checkpoint {path}", found, of_resume(path, weights=not found.keys().isdisjoint(weights)))
+        raise refused(f"checkpoint {path}", found, resume_fix(path, weights=not found.keys().isdisjoint(weights)))
     every: list[set[float]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, {float(of["step"]) for of in optimizer.values()})
     scale, good = (float(scaling[key]) if scaling else None for key in ("scale", "good"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxdist.config import Experiment
 from jaxdist.convert.content import Content, Leaf, Origin
-from jaxdist.convert.kinds.hf import of_folder
+from jaxdist.convert.kinds.hf import folder_content
 from jaxdist.convert.kinds.reader import READER
 from jaxdist.formats import bins
 
@@ -18,4 +18,4 @@ def described(path: Path) -> dict[str, Leaf]:
 def read_content(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a folder: weights, with its config.json and tokenizer. Raises ConfigError."""
     there, files = bins.read(path, READER)
-    return of_folder(path, there, files, Origin("hf"), wanted)
+    return folder_content(path, there, files, Origin("hf"), wanted)

@@ -167,7 +167,7 @@ def extended(found: Any) -> bool:
     return bool(getattr(found, "transform_descriptors", None))
 
 
-def parts(folder: Path) -> Iterator[tuple[str, Callable[[], AbstractContextManager[BufferedReader]]]]:
+def embedded_files(folder: Path) -> Iterator[tuple[str, Callable[[], AbstractContextManager[BufferedReader]]]]:
     """Places of the files of `torch.save` within those of a checkpoint, and a function that opens each."""
     for found in read_index(folder).storage_data.values():
         if not extended(found):

@@ -28,7 +28,7 @@ from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.mappings.atoms import Shape
 from jaxdist.convert.stream import Conversion, units
 from jaxdist.families.llama.config import Llama
-from jaxdist.formats.finite import is_square, of_kind
+from jaxdist.formats.finite import is_square, optimizer_tensor_name
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.sources import kind_of, sibling
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS, OWN, tables_of
@@ -59,7 +59,7 @@ def content_of(model: Model, dtype: Any = np.float32, naming: str = OWN, **optim
         entries = entries_of(OWN, experiment, group).items()
         arrays = {name: random.normal(size=e.shape).astype(kind if e.shape else np.int32) for name, e in entries}
         for name, array in arrays.items():
-            if is_square(name if group == PARAMETERS else of_kind(name, group)):
+            if is_square(name if group == PARAMETERS else optimizer_tensor_name(name, group)):
                 np.abs(array, out=array)
         groups[group] = {n: Leaf(a.shape, a.dtype, partial(np.asarray, a)) for n, a in arrays.items()}
     ours = Content(experiment, OWN, groups, 7, 6)

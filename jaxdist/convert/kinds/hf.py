@@ -36,10 +36,10 @@ def read_content(path: Path, wanted: Experiment | None = None, training: bool = 
     tensors = Tensors(path)
     left = [f"the metadata {key!r}, in which its files differ" for key in sorted(tensors.differing)]
     origin = Origin("hf", metadata=tensors.metadata, index=_index(path), left=left)
-    return of_folder(path, leaves(tensors), tensors.files, origin, wanted)
+    return folder_content(path, leaves(tensors), tensors.files, origin, wanted)
 
 
-def of_folder(
+def folder_content(
     path: Path, there: Mapping[str, Leaf], read: Collection[str], origin: Origin, wanted: Experiment | None = None
 ) -> Content:
     """The weights `there` of a folder with config.json, which were `read` from those files. Raises ConfigError."""

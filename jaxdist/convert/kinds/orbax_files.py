@@ -23,7 +23,7 @@ import tensorstore as ts
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.bounded import file_within, read_json
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed, entries_of
-from jaxdist.convert.entries import cut, parts, shapes_of
+from jaxdist.convert.entries import cut, layer_atoms, shapes_of
 from jaxdist.convert.kinds.orbax_compat import WithoutMetadataStore
 from jaxdist.convert.kinds.zarr_files import ZarrFiles
 from jaxdist.convert.mappings.atoms import Shape
@@ -147,7 +147,7 @@ def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:
 def places(name: str, shape: Shape) -> dict[str, tuple[int, ...]]:
     """Indices of an array's parts along its first axes, layers and experts."""
     stack, _ = cut(name, shape)
-    return {part: tuple(map(int, np.unravel_index(number, stack))) for part, (_, number), _ in parts(name, shape)}
+    return {part: tuple(map(int, np.unravel_index(number, stack))) for part, (_, number), _ in layer_atoms(name, shape)}
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,8 @@ def check(conversion: Conversion) -> None:
     """Raises ConfigError where layers of one array are of several dtypes, since an array has one."""
     for group, leaves in conversion.groups.items():
         for name, shape in shapes_of(conversion.content.experiment.model).items():
-            if len(dtypes := {leaves[part].dtype.name for part, _, _ in parts(name, shape) if part in leaves}) > 1:
+            layers = [part for part, _, _ in layer_atoms(name, shape) if part in leaves]
+            if len(dtypes := {leaves[part].dtype.name for part in layers}) > 1:
                 raise ConfigError(
                     f"{group} {name}: its layers are {', '.join(sorted(dtypes))}, and Orbax has one array of them; "
                     f"{one_dtype(group)}"

@@ -315,7 +315,7 @@ def write(path: Path, conversion: Conversion) -> None:
 
     def listed(group: str) -> dict[str, Tensor]:
         found = {names.get(name, name): fake for name, fake in fakes[group].items()}
-        modules = conversion.naming == HUGGINGFACE and not origin.of_a_script  # which list a tied head too
+        modules = conversion.naming == HUGGINGFACE and not origin.from_script  # which list a tied head too
         if content.experiment.model.tied and (head in names or modules):
             found[names.get(head, head)] = next(iter(fakes[group].values()))
         return found
@@ -330,12 +330,12 @@ def write(path: Path, conversion: Conversion) -> None:
         tree |= put(tree, MODEL, filled(part(tree, MODEL), model))
     if content.updates is not None:
         tree |= _training(content, conversion.naming, content.updates, tree, fakes)
-    elif content.step and not origin.of_a_script:
+    elif content.step and not origin.from_script:
         tree[STEP[0]] = content.step
     if EMA in fakes:
         average = {f"{INNER}{name}": fake for name, fake in listed(EMA).items()}
         tree[EMA] = {AVERAGED: torch.tensor(content.updates)} | average
-    theirs = origin.of_a_script and (content.step == origin.step or EXPERIMENT in tree)
+    theirs = origin.from_script and (content.step == origin.step or EXPERIMENT in tree)
     tree |= {} if theirs else put_own(content, room)
     if origin.kind not in ("", "torch"):
         tree[ORIGIN] = {"said": origin.fields(), BUFFERS: room(origin.buffers), "extras": origin.extras}
@@ -375,7 +375,7 @@ def _training(
         elif "_schedulers" in scheduler:
             say("the scheduler holds others, whose counters stay unchanged: construct it again, and step it to the end")
         scheduler = scheduler and scheduler | now
-    counted = not content.origin.of_a_script
+    counted = not content.origin.from_script
     held, before = rules.moments_by_key(o, fakes, groups), kept.get(ENTRIES)
     entries = (
         rules.new_entries(o, held, updates, counted)
@@ -386,7 +386,7 @@ def _training(
     made |= put(tree, SCHEDULER, scheduler) if scheduler else {}
     if content.scaling and not unchanged:
         made |= amp.put_scaling(tree, content.scaling, content.experiment.precision)
-    if unchanged and content.origin.of_a_script:
+    if unchanged and content.origin.from_script:
         return made  # with the step as it was, or none
     name = next((name for name in STEP if name in tree), STEP[0])
     return made | {name: like(tree.get(name), content.step)}

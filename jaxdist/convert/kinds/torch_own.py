@@ -25,7 +25,7 @@ def put_own(content: Content, room: Callable[[Leaves], Mapping[str, Tensor]]) ->
     Companions of a script's file are left out."""
     found: dict[str, Any] = {EXPERIMENT: content.experiment.model_dump(mode="json", exclude_none=True)}
     found |= room({METRICS: _of_bytes(content.metrics)}) if content.metrics else {}
-    files = {} if content.origin.of_a_script else content.origin.files
+    files = {} if content.origin.from_script else content.origin.files
     return found | ({FILES: room({name: _of_bytes(file) for name, file in files.items()})} if files else {})
 
 

@@ -71,23 +71,23 @@ class Pair(NamedTuple):
 
     def piece(self, shape: Shape) -> Shape:
         """The shape of the piece of ours."""
-        return self.row.of_layer(shape)[self.row.part is not None :]
+        return self.row.layer_shape(shape)[self.row.part is not None :]
 
-    def of_ours(self, array: np.ndarray) -> np.ndarray:
+    def our_piece(self, array: np.ndarray) -> np.ndarray:
         """The piece of ours, a view."""
         if self.layer is not None:
             array = np.moveaxis(array, self.row.axis, 0)[self.layer, ...]
         array = array if self.row.part is None else array[self.row.part, ...]
         return array.reshape(TRANSFORMS[self.row.transform].seen(array.shape))
 
-    def of_theirs(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
+    def their_piece(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
         """The piece of theirs as ours has it, a view; `shape` is that of ours."""
         chunk = self.row.chunk
         return as_ours(self.row.transform, np.split(tensor, chunk[1])[chunk[0]] if chunk else tensor, self.piece(shape))
 
     def factor(self, shape: Shape) -> float:
         """Factor by which ours, of this shape, is multiplied to become theirs."""
-        return SCALES[self.row.scale](self.row.of_layer(shape))
+        return SCALES[self.row.scale](self.row.layer_shape(shape))
 
     def full_shape(self, shape: Shape) -> Shape:
         """The shape of theirs, of which a chunk has this one."""
@@ -236,7 +236,7 @@ class KeyMapping:
                 f"{self.source}: row {number}: ours = {row.ours!r} {shape} has no axis = {row.axis} that layers could "
                 "be stacked along; give another, or remove {layer} from theirs"
             )
-        if row.scale and any(not row.of_layer(ours[name]) for name in found.values()):
+        if row.scale and any(not row.layer_shape(ours[name]) for name in found.values()):
             raise ConfigError(
                 f"{self.source}: row {number}: ours = {row.ours!r} is a single number without a last axis for "
                 f"scale = {row.scale!r}; leave scale out"
@@ -278,7 +278,7 @@ class KeyMapping:
         self._check_complete("theirs", set(seen["theirs"]), set(self.theirs_only), set(theirs))
 
     def _check_pieces(self, pair: Pair, shape: Shape, seen: Mapping[str, Mapping[str, Mapping[Any, int]]]) -> None:
-        parts = range(pair.row.of_layer(shape)[0]) if pair.row.part is not None else ()
+        parts = range(pair.row.layer_shape(shape)[0]) if pair.row.part is not None else ()
         chunks = [(i, pair.row.chunk[1]) for i in range(pair.row.chunk[1])] if pair.row.chunk else ()
         for side, name, field, pieces in (("ours", pair.ours, "part", parts), ("theirs", pair.theirs, "chunk", chunks)):
             if missing := [piece for piece in pieces if piece not in seen[side][name]]:
@@ -311,8 +311,8 @@ class KeyMapping:
             held = [atoms[pair] for pair in pairs]
             return by_views(name, held, shape, lambda tensor, i: view(pairs[i], tensor), turned)
 
-        def of_theirs(pair: Pair, tensor: np.ndarray) -> np.ndarray:
-            return pair.of_theirs(tensor, shapes[pair.ours])
+        def their_piece(pair: Pair, tensor: np.ndarray) -> np.ndarray:
+            return pair.their_piece(tensor, shapes[pair.ours])
 
         def turned(pairs: Sequence[Pair]) -> bool:
             return any(pair.row.transform not in (SAME, RESHAPE) or pair.row.chunk for pair in pairs)
@@ -331,11 +331,11 @@ class KeyMapping:
 
         return (
             {
-                name: entry(name, pairs, shapes[name], Pair.of_ours, any(pair.row.axis for pair in pairs))
+                name: entry(name, pairs, shapes[name], Pair.our_piece, any(pair.row.axis for pair in pairs))
                 for name, pairs in ours.items()
             },
             {
-                name: scaled(entry(name, pairs, there[name], of_theirs, turned(pairs)), pairs)
+                name: scaled(entry(name, pairs, there[name], their_piece, turned(pairs)), pairs)
                 for name, pairs in theirs.items()
             },
         )
@@ -443,7 +443,7 @@ def _untaken(name: str, free: Collection[str]) -> str:
 
 def _check_fit(place: str, pair: Pair, ours: Shapes, theirs: Shape) -> None:
     whole, row = ours[pair.ours], pair.row
-    if row.part is not None and row.part >= (*row.of_layer(whole), 0)[0]:
+    if row.part is not None and row.part >= (*row.layer_shape(whole), 0)[0]:
         raise ConfigError(f"{place}: {pair.ours} {whole} has no part = {row.part}; its parts are one axis of ours")
     if row.chunk:
         if not theirs or theirs[0] % row.chunk[1]:

@@ -34,7 +34,7 @@ class Row(NamedTuple):
     def stacked(self) -> bool:
         return LAYER in self.theirs and LAYER not in self.ours
 
-    def of_layer(self, shape: Shape) -> Shape:
+    def layer_shape(self, shape: Shape) -> Shape:
         """The shape of one layer of a parameter of ours; that of the parameter itself where it is not stacked."""
         return (*shape[: self.axis], *shape[self.axis + 1 :]) if self.stacked else shape
 

@@ -103,8 +103,8 @@ def suggest(ours: Shapes, theirs: Shapes) -> Suggestion:
     unsure: dict[Row, str] = {}
     places = {name: i for i, name in enumerate(theirs)}
     left_ours, left_theirs = dict(ours), dict(theirs)
-    for of_ours, of_theirs, least in ((fold, fold, LEAST), (single, fold, LEAST), (single, single, 0.0)):
-        a, b = of_ours(left_ours), of_theirs(left_theirs)
+    for fold_ours, fold_theirs, least in ((fold, fold, LEAST), (single, fold, LEAST), (single, single, 0.0)):
+        a, b = fold_ours(left_ours), fold_theirs(left_theirs)
         for i, j, doubt in matched(a, b, least):
             transforms = fits(a[i], b[j])
             shape = b[j].shape if transforms == [RESHAPE] else ()

@@ -101,7 +101,7 @@ TORCH_RULES = (
 )  # fmt: skip
 
 
-def of_plugin(name: str) -> Rule:
+def plugin_rule(name: str) -> Rule:
     """The rule of a plugin's optimizer, whose groups tell no more than every optimizer's."""
     return Rule(
         name, lambda group: True, MAXIMIZES, RATE,
@@ -112,7 +112,7 @@ def of_plugin(name: str) -> Rule:
 def by_name() -> dict[str, Rule]:
     """All rules, ours first."""
     ours = {rule.name: rule for rule in TORCH_RULES}
-    return ours | {name: of_plugin(name) for name in OPTIMIZERS if name not in ours}
+    return ours | {name: plugin_rule(name) for name in OPTIMIZERS if name not in ours}
 
 
 DEFAULTS = Optimizer()
