@@ -41,6 +41,7 @@ def test_other_names_are_still_missed(module: str, name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_loop_of_another_begins() -> None:
     pytest.importorskip("transformers")
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT)

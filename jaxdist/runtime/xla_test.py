@@ -63,7 +63,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("which", often(SEVERAL, ["interleaved"]))
+@pytest.mark.parametrize("which", often(SEVERAL, ["1F1B"]))
 def test_each_collective_has_a_number_of_its_own(which: str) -> None:
     """Programs compiled for CPUs number them; JAX itself gives all the same."""
     experiment = tiny(**SEVERAL[which], train={"accumulation": 2})

@@ -160,6 +160,7 @@ def test_a_run_goes_on_in_torch_and_a_config_needs_no_flag(half: Run, theirs: Ru
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_run_resumes_in_jax(half: Run, ours: Run, tmp_path: Path) -> None:
     resumed = Run("jaxdist", shutil.copytree(half.path, tmp_path / "run"))
     flags = ["--resume", str(resumed.path), "--steps", str(STEPS), "--device", "cpu"]

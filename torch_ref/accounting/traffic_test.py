@@ -14,13 +14,11 @@ CASES = {
     # One gather for both microbatches, one scatter each.
     "--mesh 2x1 --strategy zero2 --train.accumulation 2": {"all_gather": 0.5, "reduce_scatter": 1.0},
 }
-*_, ZERO2 = CASES
 SCALARS = 100  # bytes; above the loss, the token count and the norm
 
 
-@pytest.mark.parametrize(
-    "arguments", [ZERO2, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != ZERO2)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", CASES)
 def test_a_step_sends_its_strategys_closed_form(train: Train, arguments: str) -> None:
     summary = train(arguments).summary
     size = summary["parameters"] * 8

@@ -105,6 +105,7 @@ def ranks(
     return json.loads(done.stdout), [(folder / str(rank)).read_text().splitlines() for rank in range(count)]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_those_that_another_launcher_started(tmp_path: Path) -> None:
     """The others wait in a collective; each ends with 1, and the first reports the cause in one line."""
     codes, outputs = ranks(JOINED, 3, tmp_path, stopped=0)
