@@ -100,7 +100,7 @@ def train(
             if first:
                 say(str(plan))
                 rows = dataset.table(experiment.train) | notes(model, memory)
-                show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(program.whole), rows)
+                show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(program.unsharded), rows)
             traffic, arithmetic = Traffic(mesh, getattr(model, "tied", None)), Arithmetic()
             peak = footprint.Peak(model, optimizer.holder, mesh.device_type)
             run = Run(

@@ -19,9 +19,9 @@ from jaxdist.accounting.memory import (
     LAST,
     LOGITS,
     TAKEN_ONE,
+    UNSHARDED,
     WAITING,
     WEIGHTS,
-    WHOLE,
     WORKSPACE,
     XLA_WORKSPACE,
     Arrays,
@@ -266,7 +266,7 @@ class DecoderFootprint(Footprint):
             FRESH: self.fresh,
             WAITING: self.waiting,
             ENDS: self.weights(False) * self.compute * (row.reshards and n > 1),
-            WHOLE: self.elements(False) * self.compute * (row.parameters and not row.reshards and n > 1),
+            UNSHARDED: self.elements(False) * self.compute * (row.parameters and not row.reshards and n > 1),
             BLOCKS: self.at_once * self.kept,
         }
         yield during | {LOGITS: self.logits, LAST: self.arrays(NORM)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.config.data import Data
 from jaxdist.config.decoder import Decoder, Rotary
-from jaxdist.config.environment import whole_number
+from jaxdist.config.environment import environment_integer
 from jaxdist.config.errors import (
     ConfigError,
     TrainingError,
@@ -59,12 +59,12 @@ __all__ = [
     "check_shapes",
     "check_validation",
     "diverged",
+    "environment_integer",
     "exit_codes",
     "overflown",
     "read_record",
     "same_model",
     "state_kinds",
-    "whole_number",
     "write_record",
 ]
 

@@ -5,7 +5,7 @@ import os
 from jaxdist.config.errors import ConfigError
 
 
-def whole_number(name: str, default: int = 0) -> int:
+def environment_integer(name: str, default: int = 0) -> int:
     """The environment variable `name`, or `default` where it is not set. Raises ConfigError."""
     text = os.environ.get(name)
     if text is not None and not text.isdecimal():

@@ -35,14 +35,14 @@ from jaxdist.convert.mappings.mapping import MAPPINGS, KeyMapping, find_mapping
 from jaxdist.convert.optimizers.rates import Peak
 from jaxdist.convert.replacing import check_apart, check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, NonFinite, Resharder
-from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
+from jaxdist.convert.target import atomic_target, check_room, check_target, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
 from jaxdist.convert.vocabulary import exported, resized
 from jaxdist.formats.companions import CONFIG, companions
 from jaxdist.formats.hf import notes_on, read_folder
 from jaxdist.formats.naming import broken_tables, family_of
 from jaxdist.formats.sources import kind_at, kind_of
-from jaxdist.runs.checkpoints import Damaged, run_of, whole_checkpoint
+from jaxdist.runs.checkpoints import Damaged, complete_checkpoint, run_of
 from jaxdist.runs.display import aside, megabytes, say, transfer
 
 NAMED = 8  # of what stays behind
@@ -52,7 +52,7 @@ KEEP_OR_ZERO = "Give a source without them; or --nonfinite zero, which writes 0 
 def main(argv: Sequence[str] | None = None) -> None:
     """Arguments -> what is converted, and into what -> check -> stream -> verify; or list.
 
-    A run folder stands for its newest whole checkpoint, also where the newest turns out to be damaged on the way.
+    A run folder stands for its newest complete checkpoint, also where the newest turns out to be damaged on the way.
     """
     a = arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, and none should be held
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Damaged as error:  # as was found while it was read
         if run_of(error.args[0]) != a.source.absolute():
             raise
-        a.source = whole_checkpoint(a.source)  # of the run, an older one
+        a.source = complete_checkpoint(a.source)  # of the run, an older one
         convert(a)
 
 
@@ -83,7 +83,7 @@ def convert(a: Any) -> None:
         target.check(conversion)
         say("nothing was written: --dry-run")
         return
-    with whole_or_nothing(a.target, replaceable) as partial_path:
+    with atomic_target(a.target, replaceable) as partial_path:
         check_room(a.target, conversion.bytes)
         with comparing(target.source) as wait:
             target.check(conversion)

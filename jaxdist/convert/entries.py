@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError, Model, Optimizer
 from jaxdist.config.optimizer import REDUCED_DIMS
-from jaxdist.convert.mappings.atoms import Entry, by_views, put_rows, split_rows, whole_entry
+from jaxdist.convert.mappings.atoms import Entry, by_views, full_entry, put_rows, split_rows
 from jaxdist.families import models
 from jaxdist.formats.tables import (
     EXPERTS,
@@ -36,7 +36,7 @@ def entries(naming: str, model: Model, shapes: Mapping[str, Shape] | None = None
         return {name: _own(name, shape) for name, shape in shapes.items()}
     if naming == LAYERS:
         pieces = (piece for name in shapes for piece in layer_atoms(name, shapes[name]))
-        return {part: whole_entry(part, atom, shape) for part, atom, shape in pieces}
+        return {part: full_entry(part, atom, shape) for part, atom, shape in pieces}
     return {name: _entry(tensor, model) for name, tensor in stored(naming, model, shapes).items()}
 
 
@@ -88,7 +88,7 @@ def cut(name: str, shape: Shape) -> tuple[Shape, Shape]:
 def _own(name: str, shape: Shape) -> Entry:
     atoms, (stack, _) = [atom for _, atom, _ in layer_atoms(name, shape)], cut(name, shape)
     if not stack:
-        return whole_entry(name, atoms[0], shape)
+        return full_entry(name, atoms[0], shape)
     return by_views(name, atoms, shape, lambda tensor, number: tensor[np.unravel_index(number, stack)])
 
 

@@ -18,7 +18,7 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Content, Origin
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.kinds.formats_test import content_of, tensors, written
-from jaxdist.convert.target import whole_or_nothing
+from jaxdist.convert.target import atomic_target
 from jaxdist.runs.folder import LOCK
 from jaxdist.runs.lock import alone
 
@@ -206,7 +206,7 @@ def test_a_run_that_began_meanwhile(tmp_path: Path) -> None:
     with (
         ExitStack() as stack,
         pytest.raises(ConfigError, match="is being written by a run"),
-        whole_or_nothing(target, lambda _: None) as partial,
+        atomic_target(target, lambda _: None) as partial,
     ):
         partial.write_text("new")
         stack.enter_context(alone(target / LOCK))

@@ -110,7 +110,7 @@ def test_pieces_of_ranks_are_read_one_at_a_time(axis: int) -> None:
     shape = (2000, 1000)
     sizes = [(size // 2 if i == axis else size) for i, size in enumerate(shape)]
     pieces = [Leaf(tuple(sizes), np.dtype(np.float32), partial(np.full, sizes, i, np.float32)) for i in (0, 1)]
-    leaf = meta._whole(Path("meta"), "a", [{"a": piece} for piece in pieces], shape)
+    leaf = meta._unsharded(Path("meta"), "a", [{"a": piece} for piece in pieces], shape)
     assert leaf.bytes < peak(leaf.read) < leaf.bytes + leaf.besides + 10_000 < 1.6 * leaf.bytes
     assert np.array_equal(leaf.read(), np.concatenate([piece.read() for piece in pieces], axis))
 

@@ -40,7 +40,7 @@ def check_room(target: Path, needed: int) -> None:
 
 
 def check_target(target: Path, replaceable: Check | None = None) -> None:
-    """Raises ConfigError as `whole_or_nothing` does when it begins, and touches nothing."""
+    """Raises ConfigError as `atomic_target` does when it begins, and touches nothing."""
     there = path = target.resolve()
     with refusing(target):
         check_writable(path.parent, f"TARGET {target}")
@@ -72,7 +72,7 @@ def refusing(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_or_nothing(target: Path, replaceable: Check | None = None) -> Iterator[Path]:
+def atomic_target(target: Path, replaceable: Check | None = None) -> Iterator[Path]:
     """A path beside `target` to write to; it becomes `target` when all went well, else it is removed, and so are the
     folders that were made for it.
 

@@ -19,7 +19,7 @@ from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.kinds import hf
 from jaxdist.convert.kinds.formats_test import content_of, tensors, written
 from jaxdist.convert.kinds.registry import KINDS
-from jaxdist.convert.target import sibling, whole_or_nothing
+from jaxdist.convert.target import atomic_target, sibling
 from jaxdist.formats import buffers
 from jaxdist.runs.folder import LOCK
 from jaxdist.runs.lock import alone
@@ -48,11 +48,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_of_two_conversions_at_once_the_first_wins(tmp_path: Path) -> None:
     """The second is refused without doing harm."""
-    with whole_or_nothing(tmp_path / "b") as partial:
+    with atomic_target(tmp_path / "b") as partial:
         partial.write_text("whole")
         with (
             pytest.raises(ConfigError, match="is being written by another conversion"),
-            whole_or_nothing(tmp_path / "b"),
+            atomic_target(tmp_path / "b"),
         ):
             pass
         assert partial.read_text() == "whole"
@@ -61,7 +61,7 @@ def test_of_two_conversions_at_once_the_first_wins(tmp_path: Path) -> None:
 
 def test_a_lock_that_a_kill_left(tmp_path: Path) -> None:
     sibling(tmp_path / "b", "lock").touch()
-    with whole_or_nothing(tmp_path / "b") as partial:
+    with atomic_target(tmp_path / "b") as partial:
         partial.write_text("whole")
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
@@ -71,7 +71,7 @@ def test_in_a_folder_that_is_to_be_made(name: str, tmp_path: Path) -> None:
     """The folder is created together with the target."""
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     main([str(source), str(tmp_path / name), "--dry-run"])
-    with pytest.raises(ConfigError), whole_or_nothing(tmp_path / name):
+    with pytest.raises(ConfigError), atomic_target(tmp_path / name):
         raise ConfigError("in between")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     main([str(source), str(tmp_path / name), "--to", "torch" if name.endswith(".pt") else "hf"])
@@ -140,7 +140,7 @@ def test_the_old_target_returns_if_the_new_one_cannot_take_its_name(
         return rename(path, to)
 
     monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), whole_or_nothing(target, no_check) as partial:
+    with pytest.raises(KeyboardInterrupt), atomic_target(target, no_check) as partial:
         partial.write_text("new")
     assert [p.name for p in tmp_path.iterdir()] == ["b"] and old.read_text() == "old"
 
@@ -149,7 +149,7 @@ def test_the_old_target_returns_if_the_new_one_cannot_take_its_name(
 def test_a_target_created_meanwhile_is_kept(kind: str, tmp_path: Path) -> None:
     target = tmp_path / "b"
     theirs = target if kind == "file" else target / "theirs"
-    with pytest.raises(ConfigError, match=r"TARGET \S+ exists"), whole_or_nothing(target) as partial:
+    with pytest.raises(ConfigError, match=r"TARGET \S+ exists"), atomic_target(target) as partial:
         partial.write_text("new")
         theirs.parent.mkdir(exist_ok=True)
         theirs.write_text("theirs")
@@ -177,7 +177,7 @@ def test_a_link_under_a_name_of_ours(part: str, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     sibling(tmp_path / "b", part).symlink_to(tmp_path / "mine")
-    with whole_or_nothing(tmp_path / "b") as partial:
+    with atomic_target(tmp_path / "b") as partial:
         partial.mkdir()
     assert contents(tmp_path / "mine") == {"file": b"mine"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "mine"] and not (tmp_path / "b").is_symlink()
@@ -189,7 +189,7 @@ def test_a_target_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.Mon
     sibling(tmp_path / "b", "partial").mkdir()
     with (
         pytest.raises(ConfigError, match=r"\.b\.jaxdist-partial cannot be removed; remove it"),
-        whole_or_nothing(tmp_path / "b"),
+        atomic_target(tmp_path / "b"),
     ):
         pass
 
@@ -205,7 +205,7 @@ def test_a_file_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return found
 
     monkeypatch.setattr(Path, "rename", watched)
-    with whole_or_nothing(target, no_check) as partial:
+    with atomic_target(target, no_check) as partial:
         partial.write_text("new")
     assert there and all(there) and target.read_text() == "new"
 
@@ -214,7 +214,7 @@ def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
     """The link's target stays unchanged."""
     (tmp_path / "mine").write_text("mine")
     sibling(tmp_path / "b", "lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(ConfigError, match="TARGET"), whole_or_nothing(tmp_path / "b"):
+    with pytest.raises(ConfigError, match="TARGET"), atomic_target(tmp_path / "b"):
         pass
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     main([str(source), str(tmp_path / "run"), "--to", "orbax"])

@@ -26,7 +26,7 @@ from jaxdist.formats.hf import experiment_for, read_model
 from jaxdist.formats.kinds import CheckpointKind
 from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.parallel.mesh import lay_out
-from jaxdist.runs.checkpoints import check_whole, sealed
+from jaxdist.runs.checkpoints import check_complete, sealed
 from jaxdist.runs.display import say
 from jaxdist.training.program import Program
 
@@ -73,7 +73,7 @@ def comparing(checkpoint: Path | None) -> Iterator[Callable[[], None]]:
         return
     ended, half = Event(), max(1, (os.cpu_count() or 1) // 2)
     with ThreadPoolExecutor(1) as pool:
-        compared = pool.submit(check_whole, checkpoint, ended=ended.is_set, threads=half)
+        compared = pool.submit(check_complete, checkpoint, ended=ended.is_set, threads=half)
         try:
             yield compared.result
         finally:

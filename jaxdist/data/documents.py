@@ -143,7 +143,7 @@ class Documents:
                 if not line.strip():
                     continue
                 if before == 0 and not _is_record(line):
-                    yield from self._json_whole(file, b"".join([line, *lines]), number)
+                    yield from self._json_document(file, b"".join([line, *lines]), number)
                     return
                 try:
                     text = self._text_of(json.loads(line.decode(), object_pairs_hook=self._object))
@@ -163,7 +163,7 @@ class Documents:
                     raise Unusable(f"the key {key!r} occurs {keys.count(key)} times", "keep one of them")
         return found
 
-    def _json_whole(self, file: Path, content: bytes, line: int) -> Iterator[Piece]:
+    def _json_document(self, file: Path, content: bytes, line: int) -> Iterator[Piece]:
         """The elements of arrays, or objects that take several lines each. `line`: where they begin."""
         number, decoder = line, json.JSONDecoder(object_pairs_hook=self._object)
         try:

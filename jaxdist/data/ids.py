@@ -180,7 +180,7 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
         checked = found == "uint16"  # as which other types are read
         if checked:
             _check_type(file, content, declared, vocab, likely=False)
-        _check_whole(file, content, found, vocab)
+        _check_complete(file, content, found, vocab)
         _check_header(file, content, found, declared, vocab)
         if checked:
             _check_type(file, content, declared, vocab, likely=True)
@@ -236,7 +236,7 @@ def _holds(content: bytes, wide: str, vocab: int) -> bool | None:
     return True if telling >= TELLING or _view(content, "uint16").max() >= vocab else None
 
 
-def _check_whole(file: Path, content: bytes, found: str, vocab: int) -> None:
+def _check_complete(file: Path, content: bytes, found: str, vocab: int) -> None:
     """Raises ConfigError for wide ids of which the last is cut, or that begin within an id or behind a header."""
     size, width = file.stat().st_size, np.dtype(found).itemsize
     if size % width:

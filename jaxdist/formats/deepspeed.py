@@ -25,7 +25,7 @@ from jaxdist.formats.folders import (
     DEEPSPEED_MODEL,
     DEEPSPEED_OPTIMIZER,
     DEEPSPEED_UNIVERSAL,
-    DEEPSPEED_WHOLE,
+    DEEPSPEED_UNSHARDED,
     deepspeed_tag,
 )
 from jaxdist.formats.leaves import Leaf, Leaves, Reader
@@ -55,7 +55,7 @@ Flat = Sequence[Vector]  # which follow each other
 
 def read(path: Path, reader: Reader) -> Leaves:
     """Every tensor of the model, from the fp32 masters. Raises ConfigError."""
-    kind = Universal if is_universal(path) else Whole if is_whole(path) else Zero
+    kind = Universal if is_universal(path) else Unsharded if is_unsharded(path) else Zero
     with loading(path, COPY):
         return kind(path, reader).weights
 
@@ -66,10 +66,10 @@ def config_around(path: Path) -> Path:
     return next((f for f in (folder, folder.parent) if (f / CONFIG).is_file()), folder)
 
 
-def is_whole(path: Path) -> bool:
+def is_unsharded(path: Path) -> bool:
     """Whether a checkpoint was saved without ZeRO: in one file, the optimizer in it too."""
     folder = deepspeed_tag(path) or path
-    return (folder / DEEPSPEED_WHOLE).is_file() and not any(folder.glob(DEEPSPEED_OPTIMIZER))
+    return (folder / DEEPSPEED_UNSHARDED).is_file() and not any(folder.glob(DEEPSPEED_OPTIMIZER))
 
 
 def is_universal(path: Path) -> bool:
@@ -149,7 +149,7 @@ class Saved:
         return found
 
 
-class Whole(Saved):
+class Unsharded(Saved):
     """A checkpoint without ZeRO. With fp16 or bf16 its optimizer is wrapped: `fp32_groups` has the fp32 weights of each
     of its groups as a list, `fp32_groups_flat` as one vector, as are the moments then."""
 
@@ -157,7 +157,7 @@ class Whole(Saved):
         """Raises ConfigError where the files of ZeRO are missing."""
         super().__init__(path, reader)
         self.refuse_others(of_zero=False)
-        self.file = self.folder / DEEPSPEED_WHOLE
+        self.file = self.folder / DEEPSPEED_UNSHARDED
         self.model_files, self.models = [self.file], [self.loaded(self.file)]
         if self.model.get("param_shapes"):
             raise self.wrong(

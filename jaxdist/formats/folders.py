@@ -51,12 +51,12 @@ def trainer_state_files(file: Path) -> list[str]:
     return [name for name in names if name != file.name and (file.parent / name).exists()]
 
 
-LATEST, DEEPSPEED_WHOLE = "latest", "mp_rank_00_model_states.pt"
+LATEST, DEEPSPEED_UNSHARDED = "latest", "mp_rank_00_model_states.pt"
 DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER = "*mp_rank_*_model_states.pt", "*_optim_states.pt"
 DEEPSPEED_EXPERTS = "*expert_*_mp_rank_*_model_states.pt"  # layer_0_expert_3_..., or of older ones expert_3_...
 DEEPSPEED_UNIVERSAL = "zero"  # the folder with the parameters of a universal checkpoint
 DEEPSPEED_PARTS = (
-    *(DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, DEEPSPEED_EXPERTS, "layer_*-model_states.pt"),
+    *(DEEPSPEED_OPTIMIZER, DEEPSPEED_UNSHARDED, DEEPSPEED_EXPERTS, "layer_*-model_states.pt"),
     f"{DEEPSPEED_UNIVERSAL}/optimizer_state.pt",
 )
 DEEPSPEED = f"all {DEEPSPEED_MODEL} and {DEEPSPEED_OPTIMIZER}"

@@ -39,7 +39,7 @@ def read(path: Path, reader: Reader) -> tuple[Experiment, dict[str, Leaf]]:
     shapes = {name: tensor.shape for name, tensor in whole.items()}
     _, names = recognized(str(path), ranks[0], experiment.model)
     return experiment, {
-        full: _whole(path, name, ranks, shapes[full]) if full in shapes else ranks[0][name]
+        full: _unsharded(path, name, ranks, shapes[full]) if full in shapes else ranks[0][name]
         for full, name in names.items()
     }
 
@@ -72,7 +72,7 @@ def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:
     return values | LLAMA31 | {"rope_factor": factor}
 
 
-def _whole(path: Path, name: str, ranks: Sequence[Mapping[str, Leaf]], shape: Shape) -> Leaf:
+def _unsharded(path: Path, name: str, ranks: Sequence[Mapping[str, Leaf]], shape: Shape) -> Leaf:
     """The tensor whose pieces the ranks hold, along the one axis in which they are smaller; all alike are copies.
 
     Raises ConfigError where they are no such pieces."""

@@ -33,7 +33,7 @@ from jaxdist.formats.own_files import files_of
 from jaxdist.formats.refusals import incomplete, is_torch_zip, mapped, refusal, several
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS, TORCH_REF
 from jaxdist.formats.torch_files import SUFFIXES
-from jaxdist.runs.checkpoints import Looked, canonical, checkpoint_in, whole_checkpoint
+from jaxdist.runs.checkpoints import Looked, canonical, checkpoint_in, complete_checkpoint
 
 
 def is_torch(path: Path) -> bool:
@@ -128,7 +128,7 @@ class Found:
 
 def located(path: Path, verify: Looked = "checksums") -> Path:
     """The verified checkpoint that a run folder stands for; any other path itself. Raises ConfigError."""
-    return canonical(whole_checkpoint(path, verify)) if kind_of(path) in ("orbax", "dcp") else path
+    return canonical(complete_checkpoint(path, verify)) if kind_of(path) in ("orbax", "dcp") else path
 
 
 def found(path: Path, reader: Reader) -> Found:
@@ -162,13 +162,13 @@ def _bin(path: Path, reader: Reader) -> Found:
 
 
 def _orbax(path: Path, reader: Reader) -> Found:
-    checkpoint = whole_checkpoint(path, "small")
+    checkpoint = complete_checkpoint(path, "small")
     experiment = orbax.read_experiment(checkpoint)
     return Found(path, orbax.read(path, checkpoint, experiment.model, reader), experiment)
 
 
 def _dcp(path: Path, reader: Reader) -> Found:
-    checkpoint = whole_checkpoint(path, "small")
+    checkpoint = complete_checkpoint(path, "small")
     leaves, file = reader.distributed(checkpoint), checkpoint / EXPERIMENT
     if not leaves:
         raise no_weights(path, checkpoint)

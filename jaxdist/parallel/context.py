@@ -80,8 +80,8 @@ class Ulysses(NoContextParallel):
 
     def gather_sequence(self, x_BT: jax.Array) -> jax.Array:
         """All-gather over `context`: [B, T, ...]."""
-        whole_BT: jax.Array = lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
-        return whole_BT
+        full_BT: jax.Array = lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
+        return full_BT
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
         """All-to-all to H/n heads of all times, attention, and all-to-all back to [B, T/n, H, C]."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jaxdist.config import ConfigError, Experiment, whole_number
+from jaxdist.config import ConfigError, Experiment, environment_integer
 from jaxdist.runtime.processes import world
 
 # Threads of XLA per virtual CPU device. Each collective in progress holds one, and a device may be in one while the
@@ -26,7 +26,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
     devices do not fit.
     """
     parallel, processes = experiment.parallel, world().size
-    if processes == 1 and (started := whole_number("WORLD_SIZE")) > 1:
+    if processes == 1 and (started := environment_integer("WORLD_SIZE")) > 1:
         raise ConfigError(
             f"WORLD_SIZE = {started}: a launcher started several processes, each of which would train alone; start "
             "`python -m jaxdist.train`, which joins them, or one process without torchrun"
@@ -45,7 +45,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
     settle(experiment)
     fixed = fitting() if parallel.sized else None  # before any device is made
     share = math.prod(fixed.values()) // processes if fixed else 0
-    preset = whole_number("JAX_NUM_CPU_DEVICES")
+    preset = environment_integer("JAX_NUM_CPU_DEVICES")
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     if fixed and not preset:

@@ -20,7 +20,7 @@ CHUNKS = 8  # of the loss, as torchtune's default has it
 # Rows of `memory`, in this order: causes of `jaxdist.accounting.memory` -> names for users.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "gradients": (memory.GRADIENTS, memory.FRESH),
-    "gathered": (memory.ENDS, memory.WHOLE, memory.WEIGHTS, memory.FETCHED, memory.TURNED, memory.COPIED),
+    "gathered": (memory.ENDS, memory.UNSHARDED, memory.WEIGHTS, memory.FETCHED, memory.TURNED, memory.COPIED),
     "activations": (memory.BLOCKS, memory.WAITING, memory.AGAIN_ONE, memory.TAKEN_ONE, memory.LAST, memory.BATCH),
     "logits": (memory.LOGITS,),
     "at work": (memory.INSIDE, memory.POOLING, memory.GROUPED, memory.UPDATE, memory.WORKSPACE),

@@ -104,7 +104,7 @@ class Saves:
     def summary(self) -> dict[str, Any]:
         """For summary.json: the step of the newest whole checkpoint, and why others are missing, by step."""
         self.look()
-        last = last_whole(self.checkpoints)
+        last = last_complete(self.checkpoints)
         return {"newest": int(last.name) if last else None, "failed": {str(s): why for s, why in self.failed.items()}}
 
     def check_latest(self) -> None:
@@ -114,7 +114,7 @@ class Saves:
             raise TrainingError(f"the weights of step {self.latest} are not saved: {reason}; {self._rest(reason)}")
 
     def _rest(self, reason: str) -> str:
-        if last := last_whole(self.checkpoints):
+        if last := last_complete(self.checkpoints):
             return f"the newest checkpoint is that of step {last.name}: {_helps(reason)}, and continue by --resume"
         return f"there is no checkpoint: {_helps(reason)}, and start again by --resume"
 
@@ -288,20 +288,20 @@ def steps_in(checkpoints: Path) -> list[int]:
 
 
 def newest(checkpoints: Path) -> int | None:
-    """The newest step, whole or not; None when there is none."""
+    """The newest step, complete or not; None when there is none."""
     return max(steps_in(checkpoints), default=None)
 
 
-def last_whole(checkpoints: Path) -> Path | None:
+def last_complete(checkpoints: Path) -> Path | None:
     """The newest checkpoint of which every file is there in its size: what a message may name."""
     folders = (checkpoints / str(step) for step in reversed(steps_in(checkpoints)))
     return next((folder for folder in folders if damage(folder, "sizes") is None), None)
 
 
-def newest_whole(checkpoints: Path, verify: Looked = "checksums") -> int | None:
-    """The newest step whose checkpoint is whole; says what is wrong with newer ones. None where there are none.
+def newest_complete(checkpoints: Path, verify: Looked = "checksums") -> int | None:
+    """The newest step whose checkpoint is complete; says what is wrong with newer ones. None where there are none.
 
-    Raises ConfigError where there are some and none is whole.
+    Raises ConfigError where there are some and none is complete.
     """
     wrong: list[str] = []
     for step in reversed(steps_in(checkpoints)):
@@ -319,7 +319,7 @@ def checkpoint_in(path: Path) -> Path:
     """A run folder stands for its newest checkpoint, of those that have all files where any has; any other path for
     itself. Looks at names and sizes alone."""
     step = newest(path / FOLDER)
-    return path if step is None else last_whole(path / FOLDER) or path / FOLDER / str(step)
+    return path if step is None else last_complete(path / FOLDER) or path / FOLDER / str(step)
 
 
 def canonical(checkpoint: Path) -> Path:
@@ -337,22 +337,22 @@ def run_of(checkpoint: Path) -> Path | None:
     return folder.parent if folder.name == FOLDER else None
 
 
-def whole_checkpoint(path: Path, verify: Looked = "checksums") -> Path:
-    """A run folder stands for its newest whole checkpoint; a checkpoint for itself, if it is whole.
+def complete_checkpoint(path: Path, verify: Looked = "checksums") -> Path:
+    """A run folder stands for its newest complete checkpoint; a checkpoint for itself, if it is complete.
 
     What has no manifest and is in no run folder was written by another program, and passes. Raises ConfigError.
     """
-    step = newest_whole(path / FOLDER, verify)
+    step = newest_complete(path / FOLDER, verify)
     if step is not None:
         return path / FOLDER / str(step)
     run = run_of(path)
     of_a_run = run is not None and (run / "config.toml").exists()
     if of_a_run or (path / MANIFEST).exists():
-        check_whole(path, verify)
+        check_complete(path, verify)
     return path
 
 
-def check_whole(checkpoint: Path, verify: Looked = "checksums", **how: Any) -> None:
+def check_complete(checkpoint: Path, verify: Looked = "checksums", **how: Any) -> None:
     """Raises Damaged where a checkpoint is not what its manifest says. `how`: as `damage` takes it."""
     if reason := damage(checkpoint, verify, **how):
         raise Damaged(checkpoint, reason)

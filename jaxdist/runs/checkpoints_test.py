@@ -24,14 +24,14 @@ from jaxdist.runs.checkpoints import (
     Saves,
     checkpoint_in,
     clean,
+    complete_checkpoint,
     damage,
     newest,
-    newest_whole,
+    newest_complete,
     publish,
     steps_in,
     thin,
     unfinished,
-    whole_checkpoint,
 )
 from jaxdist.runs.display import kept
 
@@ -165,38 +165,38 @@ def test_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     run = tmp_path / "checkpoints"
     for step in (2, 4, 10):
         write(run, step)
-    assert newest_whole(run) == 10 and not capsys.readouterr().out
+    assert newest_complete(run) == 10 and not capsys.readouterr().out
     flip(run / "10" / "deep" / "b")
     (run / "4" / MANIFEST).unlink()
-    assert newest(run) == 10 and newest_whole(run, "sizes") == 10
-    assert newest_whole(run) == 2
+    assert newest(run) == 10 and newest_complete(run, "sizes") == 10
+    assert newest_complete(run) == 2
     output = capsys.readouterr().out.splitlines()
     assert [line.split(" is damaged: ")[1] for line in output] == [
         "its file deep/b has changed since it was written; going back to step 2",
         f"it has no {MANIFEST}; going back to step 2",
     ]
-    assert whole_checkpoint(tmp_path) == run / "2" and checkpoint_in(tmp_path) == run / "10"
+    assert complete_checkpoint(tmp_path) == run / "2" and checkpoint_in(tmp_path) == run / "10"
     with pytest.raises(ConfigError, match=r"checkpoint .*/10 is damaged: its file deep/b has changed"):
-        whole_checkpoint(run / "10")
+        complete_checkpoint(run / "10")
     flip(run / "2" / "a")
     with pytest.raises(ConfigError, match=r"10 is damaged: .* no other is complete"):
-        newest_whole(run)
+        newest_complete(run)
 
 
 def test_a_checkpoint_of_a_run_without_its_manifest(tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
     folder = write(tmp_path / "checkpoints", 2)
-    assert whole_checkpoint(folder) == folder
+    assert complete_checkpoint(folder) == folder
     (folder / MANIFEST).unlink()
     with pytest.raises(ConfigError, match=rf"2 is damaged: it has no {MANIFEST}"):
-        whole_checkpoint(folder)
+        complete_checkpoint(folder)
 
 
 def test_a_copy_under_the_name_of_another_step(tmp_path: Path) -> None:
     folder = write(tmp_path, 2)
     shutil.copytree(folder, tmp_path / "4")
     shutil.copytree(folder, tmp_path / "best")
-    assert damage(tmp_path / "4") == "it is that of step 2" and newest_whole(tmp_path) == 2
+    assert damage(tmp_path / "4") == "it is that of step 2" and newest_complete(tmp_path) == 2
     assert damage(tmp_path / "best") is None
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({"files": manifest["files"]}))  # as written by earlier versions
@@ -234,7 +234,7 @@ def test_known_checksums_are_not_computed_again(tmp_path: Path) -> None:
 
 
 def test_other_programs_checkpoints_without_a_manifest_pass(tmp_path: Path) -> None:
-    assert whole_checkpoint(tmp_path) == tmp_path and newest_whole(tmp_path / "none") is None
+    assert complete_checkpoint(tmp_path) == tmp_path and newest_complete(tmp_path / "none") is None
 
 
 def test_interrupted_saves_are_dropped_and_later_checkpoints_set_aside(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from jaxdist.config.errors import ConfigError, TrainingError, remedy
 from jaxdist.config.experiment import Experiment, as_argument, read_toml
 from jaxdist.config.plugins import load_plugins, plugins_of
 from jaxdist.config.record import write_record
-from jaxdist.runs.checkpoints import FOLDER, Saves, clean, last_whole, newest_whole, steps_in, synchronize
+from jaxdist.runs.checkpoints import FOLDER, Saves, clean, last_complete, newest_complete, steps_in, synchronize
 from jaxdist.runs.display import say
 from jaxdist.runs.lock import Taken, alone
 
@@ -115,7 +115,7 @@ class RunFolder:
         e = self.experiment
         if self.resume and not steps_in(self.checkpoints):
             self._never_saved()
-        step, steps = newest_whole(self.checkpoints, e.checkpoint.verify) if self.resume else None, e.train.steps
+        step, steps = newest_complete(self.checkpoints, e.checkpoint.verify) if self.resume else None, e.train.steps
         if step is not None and step > steps:
             raise ConfigError(f"train.steps = {steps}: the run is at step {step} already; ask for more")
         if step is not None and not (self.checkpoints / str(step) / marker).exists():
@@ -137,7 +137,7 @@ class RunFolder:
     @property
     def newest(self) -> Path | None:
         """The newest whole checkpoint, by the sizes of its files."""
-        return last_whole(self.checkpoints)
+        return last_complete(self.checkpoints)
 
     @property
     def metrics(self) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxdist.config.errors import Interrupted
 from jaxdist.config.experiment import Checkpoint
-from jaxdist.runs.checkpoints import last_whole
+from jaxdist.runs.checkpoints import last_complete
 
 STOP, SAVE = (signal.SIGTERM, signal.SIGINT), signal.SIGUSR1
 SAME_SECONDS = 1.0  # a terminal sends Ctrl-C to a whole group of processes, and one of them may pass it on
@@ -89,7 +89,7 @@ class Saving:
         from, if any."""
         if checkpoints is None:
             what = "nothing is kept without --output DIR"
-        elif (saved := int(last.name) if (last := last_whole(checkpoints)) else 0) == step:
+        elif (saved := int(last.name) if (last := last_complete(checkpoints)) else 0) == step:
             what = f"step {step} is saved: continue by --resume"
         else:
             what = f"it could not be saved: --resume continues from step {saved}"

@@ -16,7 +16,7 @@ import textwrap
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from jaxdist.config import ConfigError, whole_number
+from jaxdist.config import ConfigError, environment_integer
 from jaxdist.runtime import compat
 
 # Launcher -> its variables for the number of processes, this one's number, and that on its own machine.
@@ -64,7 +64,7 @@ def launched() -> Launch | None:
             return _refusing(launcher, error)
     elif os.environ.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} and find_spec("kubernetes"):
         launcher, name = "Kubernetes", "JOB_COMPLETION_INDEX"
-        size, rank, local_rank = asked(launcher)[1], whole_number(name), 0
+        size, rank, local_rank = asked(launcher)[1], environment_integer(name), 0
         _check_below(name, rank, "the job's parallelism", size)
     else:
         return None
@@ -74,11 +74,11 @@ def launched() -> Launch | None:
 def _numbers(launcher: str) -> tuple[int, int, int]:
     """The number of processes, that of this one, and that on its machine. Raises ConfigError."""
     names = VARIABLES[launcher]
-    size, rank, local_rank = (whole_number(name) for name in names)
+    size, rank, local_rank = (environment_integer(name) for name in names)
     _check_below(names[1], rank, names[0], size)
     here = LOCAL_SIZES.get(launcher, "")
     here = here if here in os.environ else names[0]
-    _check_below(names[2], local_rank, here, whole_number(here))
+    _check_below(names[2], local_rank, here, environment_integer(here))
     return size, rank, local_rank
 
 
@@ -109,7 +109,7 @@ def coordinator(launcher: str) -> tuple[str, int]:
                 f"WORLD_SIZE = {os.environ['WORLD_SIZE']} without MASTER_ADDR and MASTER_PORT: processes cannot find "
                 "each other; start them by torchrun, or unset WORLD_SIZE for a run of one process"
             )
-        port = whole_number(PORT, whole_number("MASTER_PORT") + 1)
+        port = environment_integer(PORT, environment_integer("MASTER_PORT") + 1)
         name, address = f"MASTER_ADDR:{PORT}", f"{os.environ['MASTER_ADDR']}:{port}"
     elif not address:
         address = asked(launcher)[0]
@@ -135,4 +135,4 @@ def asked(launcher: str) -> tuple[str | None, int]:
 
 def patience() -> int:
     """Seconds within which all processes have to come."""
-    return whole_number("JAXDIST_JOIN_SECONDS", SECONDS)
+    return environment_integer("JAXDIST_JOIN_SECONDS", SECONDS)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxdist.config import Checkpoint, ConfigError, Experiment
 from jaxdist.formats.orbax import is_checkpoint, read_experiment
-from jaxdist.runs.checkpoints import Looked, Saves, canonical, publish, sweep, thin, unfinished, whole_checkpoint
+from jaxdist.runs.checkpoints import Looked, Saves, canonical, complete_checkpoint, publish, sweep, thin, unfinished
 from jaxdist.runtime.processes import agreement, first, from_first, together
 from jaxdist.training.step import TrainState
 
@@ -127,17 +127,17 @@ def kept_in(optimizer: Any) -> dict[str, dict[str, Any]]:
 
 
 def locate(path: Path, verify: Looked = "checksums") -> Path:
-    """The checkpoint that `path` names: itself, or the newest whole one of a run folder. Raises ConfigError.
+    """The checkpoint that `path` names: itself, or the newest complete one of a run folder. Raises ConfigError.
 
     All of its files are read to verify it, once: what takes a checkpoint's own path trusts it.
     """
     if not is_checkpoint(path):
         raise ConfigError(f"{path} is not a jaxdist checkpoint; give a run folder or its checkpoints/<step>")
-    return canonical(whole_checkpoint(path, verify))
+    return canonical(complete_checkpoint(path, verify))
 
 
 def read(path: Path) -> Saved:
-    """A whole checkpoint as numpy arrays on the host, without a mesh. Raises ConfigError."""
+    """A complete checkpoint as numpy arrays on the host, without a mesh. Raises ConfigError."""
     from jaxdist.training import orbax_io
 
     found = locate(path)

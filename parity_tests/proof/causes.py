@@ -18,7 +18,7 @@ from jaxdist.config import EMA, state_kinds
 from parity_tests.proof import digits
 from parity_tests.proof.bisect import STAGES, Divergence
 from parity_tests.proof.evidence import CLEARLY, NEVER, UPDATE, Evidence, Seen, far_from_the_start, joined
-from parity_tests.proof.gradients import CLEAR, largest_differences, of_the_forward_pass
+from parity_tests.proof.gradients import CLEAR, from_forward_pass, largest_differences
 from parity_tests.runs import compare
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
@@ -118,7 +118,7 @@ def forward(e: Evidence) -> Seen:
     if e.fed_otherwise:
         return None
     if e.first["loss"] > 1:  # then gradients may tell, if rounding may hide it
-        if not e.rounding or not of_the_forward_pass(e.at_first):
+        if not e.rounding or not from_forward_pass(e.at_first):
             return None
         how = (
             f"{agreeing(e)}, and {largest_differences(e.at_first)}; it is one that no backward pass of a layer reaches"
@@ -344,7 +344,7 @@ def update(e: Evidence) -> Seen:
 
 def recorded(e: Evidence) -> Seen:
     """In a narrower dtype than the config says: what the first step computes, or its weights."""
-    groups = [narrow for narrow in e.recorded.values() if not narrow.of_moments]
+    groups = [narrow for narrow in e.recorded.values() if not narrow.moments_only]
     if not groups:
         return None
     if e.trained == NEVER:

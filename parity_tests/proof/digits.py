@@ -26,7 +26,7 @@ class Narrow(NamedTuple):
     kinds: Mapping[str, list[str]]
 
     @property
-    def of_moments(self) -> bool:
+    def moments_only(self) -> bool:
         """Whether it is of what an optimizer keeps alone, which no first step begins with."""
         return all(what.partition(" ")[0] in state_kinds() for kinds in self.kinds.values() for what in kinds)
 

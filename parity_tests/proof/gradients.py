@@ -118,6 +118,6 @@ def largest_differences(multiples: Mapping[str, float]) -> str:
     return f"{first} what rounding explains{largest}"
 
 
-def of_the_forward_pass(multiples: Mapping[str, float]) -> bool:
+def from_forward_pass(multiples: Mapping[str, float]) -> bool:
     """Whether gradients after the last block differ: they depend on the forward pass and the loss alone."""
     return any(name.partition(".")[0] in LAST for name in differing(multiples))

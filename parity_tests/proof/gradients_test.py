@@ -27,7 +27,7 @@ def test_they_come_last_layer_first() -> None:
 def test_each_is_held_to_its_own_rounding() -> None:
     noise, theirs = moved(1e-7, *NAMES, "norm.weight"), moved(1e-5, *NAMES[1:3])
     found = gradients.multiples(theirs, OURS, noise, 1e-10)
-    assert gradients.differing(found) == [NAMES[2], NAMES[1]] and not gradients.of_the_forward_pass(found)
+    assert gradients.differing(found) == [NAMES[2], NAMES[1]] and not gradients.from_forward_pass(found)
     assert "is that of layers.0.mlp.up_proj.weight, 25 times what rounding explains" in gradients.largest_differences(
         found
     )
@@ -35,7 +35,7 @@ def test_each_is_held_to_its_own_rounding() -> None:
 
 
 def test_those_behind_the_last_block_are_of_the_forward_pass() -> None:
-    assert gradients.of_the_forward_pass(gradients.multiples(moved(1e-5, "norm.weight"), OURS, {}, 1e-10))
+    assert gradients.from_forward_pass(gradients.multiples(moved(1e-5, "norm.weight"), OURS, {}, 1e-10))
 
 
 def test_one_that_is_rounding_alone_is_passed_over() -> None:

@@ -222,7 +222,7 @@ class Proof:
         if kind == "perturbed":
             init = starts.perturbed(start, self.folder / kind)
         elif kind in ("norm_eps", "gelu"):
-            init = starts.of_another_model(start, self.folder / kind, kind)
+            init = starts.with_changed_field(start, self.folder / kind, kind)
         path = self.folder / "runs" / f"{side}-{kind}"
         self.done[side, kind] = self.train(side, self.config(kind), path, "--init", str(init))
         return self.done[side, kind]

@@ -26,7 +26,7 @@ def perturbed(start: Path, folder: Path) -> Path:
     return folder
 
 
-def of_another_model(start: Path, folder: Path, field: str) -> Path:
+def with_changed_field(start: Path, folder: Path, field: str) -> Path:
     """Writes the weights of `start` as those of a model with a tenth of its `norm_eps` or with the other `gelu`, as
     `field` says, to `folder` unless it is there, and returns it."""
     if not folder.exists():

@@ -30,7 +30,7 @@ from jaxdist.convert.kinds.hf import write_hf
 from jaxdist.families import models
 from jaxdist.runs.display import console, say
 from jaxdist.runs.folder import check_writable
-from jaxdist.runs.folder import replace as write_whole
+from jaxdist.runs.folder import replace as write_atomically
 from parity_tests.proof.proof import Proof
 from parity_tests.proof.verdict import LEVELS, NOT_EQUIVALENT, Check, Verdict
 from parity_tests.runs import cases
@@ -258,7 +258,7 @@ def resumed(file: Path) -> list[Result]:
             raise ConfigError(
                 f"{file} has proofs that other code ({result.code}) made, this is {code()}; give another --output"
             )
-    write_whole(file, "".join(line + "\n" for line in lines))
+    write_atomically(file, "".join(line + "\n" for line in lines))
     return results
 
 

@@ -48,7 +48,7 @@ from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.hf import experiment_for, read_model, to_settings
 from jaxdist.formats.safetensors_files import Tensors
 from jaxdist.formats.torch_files import part
-from jaxdist.runs.checkpoints import MANIFEST, seal, whole_checkpoint
+from jaxdist.runs.checkpoints import MANIFEST, complete_checkpoint, seal
 from jaxdist.runs.display import console
 from torch_ref.formats.hf import Weights
 
@@ -206,7 +206,7 @@ def read_config_by_torch(folder: Path) -> None:
 
 def read_manifest(folder: Path) -> None:
     try:
-        whole_checkpoint(folder)
+        complete_checkpoint(folder)
     except ConfigError as error:
         str(error).encode()  # the message is printed where another checkpoint replaces this one
         raise

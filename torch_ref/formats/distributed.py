@@ -79,7 +79,7 @@ def _read(folder: Path, name: str, entry: TensorStorageMetadata, parts: list[Any
         check_part(folder, name, part)
         _check_dtype(folder, name, part, dtype_of(entry.properties.dtype))
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    read_whole(folder, {name: tensor})
+    read_full(folder, {name: tensor})
     return to_numpy(tensor)
 
 
@@ -97,8 +97,8 @@ def _check_dtype(folder: Path, name: str, part: Any, dtype: np.dtype) -> None:
         )
 
 
-def read_whole(folder: Path, tensors: dict[str, Any]) -> None:
-    """Fill whole tensors from a checkpoint, by this process alone. Raises ConfigError."""
+def read_full(folder: Path, tensors: dict[str, Any]) -> None:
+    """Fill full tensors from a checkpoint, by this process alone. Raises ConfigError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is what is asked for
         load(folder, tensors, no_dist=True)

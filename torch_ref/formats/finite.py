@@ -86,9 +86,9 @@ def on_all_ranks(tensors: Mapping[str, Tensor]) -> dict[str, BadValues]:
     for name, (piece, found) in (item for of_rank in every for item in of_rank.items()):
         pieces.setdefault(name, {})[piece] = found  # replicas have the same piece
     order = (name for name in dict.fromkeys((*tensors, *pieces)) if name in pieces)  # other stages have other names
-    return {name: _whole(list(pieces[name].values())) for name in order}
+    return {name: _merged(list(pieces[name].values())) for name in order}
 
 
-def _whole(pieces: list[BadValues]) -> BadValues:
+def _merged(pieces: list[BadValues]) -> BadValues:
     pieces = [found for found in pieces if not math.isfinite(found.value)] or pieces
     return replace(min(pieces, key=lambda found: found.index), count=sum(found.count for found in pieces))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from jaxdist.config import ConfigError, Parallel, TrainingError, exit_codes, whole_number
+from jaxdist.config import ConfigError, Parallel, TrainingError, environment_integer, exit_codes
 from jaxdist.runs.signals import SAVE, STOP
 from torch_ref.runtime import rendezvous
 from torch_ref.runtime.compat import default_store
@@ -80,11 +80,11 @@ def ranks_started() -> int:
     """Number of ranks that a launcher started; 0 without one. Raises ConfigError for variables that make no sense."""
     if not launched():
         return 0
-    size, rank = whole_number("WORLD_SIZE"), whole_number("RANK")
+    size, rank = environment_integer("WORLD_SIZE"), environment_integer("RANK")
     if rank >= size:
         raise ConfigError(f"RANK = {rank}: must be below WORLD_SIZE = {size}; let the launcher set both")
-    here = whole_number("LOCAL_WORLD_SIZE", size)
-    if (local := whole_number("LOCAL_RANK")) >= here:
+    here = environment_integer("LOCAL_WORLD_SIZE", size)
+    if (local := environment_integer("LOCAL_RANK")) >= here:
         name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
         raise ConfigError(f"LOCAL_RANK = {local}: must be below {name} = {here}; let the launcher set both")
     return size
@@ -104,7 +104,7 @@ def reported_once() -> Iterator[None]:
 def meet(plan: Plan) -> None:
     """Wait for all ranks of a launcher, before any of them reads data. Raises as `meeting`."""
     if launched():
-        rank = whole_number("RANK")
+        rank = environment_integer("RANK")
         with meeting(rank):
             rendezvous.meet(rank, plan.ranks, address())
 
@@ -125,7 +125,7 @@ def plan(parallel: Parallel, device: str) -> Plan:
         raise ConfigError(
             f"parallel.mesh = {parallel.mesh!r} has {ranks} devices, the launcher started {world} ranks; start {ranks}"
         )
-    here = whole_number("LOCAL_WORLD_SIZE", ranks) if world else ranks
+    here = environment_integer("LOCAL_WORLD_SIZE", ranks) if world else ranks
     if gpus >= here:
         return Plan(axes, "cuda")
     if device == "gpu" and not gpus:
@@ -141,8 +141,8 @@ def plan(parallel: Parallel, device: str) -> Plan:
 @contextmanager
 def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
     """This rank's membership: a mesh with the axes data, fsdp and tensor. What is `offloaded` is summed by gloo."""
-    rank = whole_number("RANK")
-    local_rank = whole_number("LOCAL_RANK", rank)
+    rank = environment_integer("RANK")
+    local_rank = environment_integer("LOCAL_RANK", rank)
     store = os.environ.get("TORCH_REF_STORE")
     if plan.device == "cuda":
         torch.cuda.set_device(local_rank)

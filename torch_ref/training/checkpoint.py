@@ -23,10 +23,10 @@ from jaxdist.config.bounded import read_json
 from jaxdist.formats.dcp_index import EXPERIMENT, read_index
 from jaxdist.formats.opening import opened
 from jaxdist.formats.sources import located
-from jaxdist.runs.checkpoints import Saves, publish, thin, unfinished, whole_checkpoint
+from jaxdist.runs.checkpoints import Saves, complete_checkpoint, publish, thin, unfinished
 from torch_ref.families.models import build
 from torch_ref.formats import hf
-from torch_ref.formats.distributed import Reader, load, read_whole, reading
+from torch_ref.formats.distributed import Reader, load, read_full, reading
 from torch_ref.formats.finite import check_read, check_resumed, check_start
 from torch_ref.formats.reader import READER
 from torch_ref.parallel.weights import VOCABULARY, extended, fill, local, model_tensors, place
@@ -127,17 +127,17 @@ def read_experiment(path: Path) -> Experiment:
 
 
 def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
-    """A whole checkpoint on one process, without a process group; a run folder stands for its newest one.
+    """A complete checkpoint on one process, without a process group; a run folder stands for its newest one.
 
-    Returns its step, and `model` and each kind of state, parameter name -> whole tensor. Raises ConfigError.
+    Returns its step, and `model` and each kind of state, parameter name -> full tensor. Raises ConfigError.
     """
-    path = whole_checkpoint(path)
+    path = complete_checkpoint(path)
     flat: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in Reader(path).read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)  # all are
     }
-    read_whole(path, flat)
+    read_full(path, flat)
 
     def named_so(prefix: str, suffix: str = "") -> dict[str, Tensor]:
         inner = {

@@ -50,7 +50,7 @@ def summary(
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """summary.json of the contract; `memory` is in bytes per device, `records` are this process's steps."""
-    experiment, mesh, model = program.experiment, program.mesh, program.whole
+    experiment, mesh, model = program.experiment, program.mesh, program.unsharded
     rate, target_rate = (median_of(records, name) for name in ("tokens_per_second", "target_tokens_per_second"))
     return {
         "backend": "torch",

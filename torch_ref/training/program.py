@@ -30,7 +30,7 @@ class Program:
     mesh: DeviceMesh
 
     @cached_property
-    def whole(self) -> nn.Module:
+    def unsharded(self) -> nn.Module:
         """The model on the meta device, not laid out."""
         with torch.device("meta"):
             return build(self.experiment.model)

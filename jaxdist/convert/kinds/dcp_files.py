@@ -43,7 +43,7 @@ from jaxdist.formats.dcp_index import EXPERIMENT, nesting, read_index
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.torch_files import GROUPS, SCHEDULER, part
 from jaxdist.formats.torch_zips import Part, Place
-from jaxdist.runs.checkpoints import publish, sealed, unfinished, whole_checkpoint
+from jaxdist.runs.checkpoints import complete_checkpoint, publish, sealed, unfinished
 from jaxdist.runs.display import say
 from jaxdist.training.loss_scale import LossScale, state_of
 
@@ -183,7 +183,7 @@ def _opened(path: Path, place: Place) -> Iterator[BufferedReader]:
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the names that the model gave them."""
-    return Tensors(whole_checkpoint(path, "small")).parameters
+    return Tensors(complete_checkpoint(path, "small")).parameters
 
 
 def _check_alone(path: Path, tensors: Tensors, known: Callable[[str], bool]) -> None:
@@ -199,9 +199,9 @@ def _check_alone(path: Path, tensors: Tensors, known: Callable[[str], bool]) -> 
 def read_content(
     path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
 ) -> Content:
-    """The content of a checkpoint, or of a run's newest one that is whole as far as small files tell: the large ones
+    """The content of a checkpoint, or of a run's newest complete one as far as small files tell: the large ones
     of `Content.checkpoint` are still to be compared. Raises ConfigError."""
-    found = whole_checkpoint(path, "small")
+    found = complete_checkpoint(path, "small")
     tensors = Tensors(found)
     leaves, model = tensors.leaves, tensors.parameters
     if not model:

@@ -21,7 +21,7 @@ from jaxdist.convert.optimizers import amp, rates, rules
 from jaxdist.convert.optimizers.trainer_schedule import deepspeed_schedule
 from jaxdist.formats import deepspeed
 from jaxdist.formats.companions import companions
-from jaxdist.formats.deepspeed import Saved, Universal, Whole, Zero, config_around, is_universal, is_whole
+from jaxdist.formats.deepspeed import Saved, Universal, Unsharded, Zero, config_around, is_universal, is_unsharded
 from jaxdist.formats.folders import DEEPSPEED_OPTIMIZER
 from jaxdist.formats.refusals import loading
 from jaxdist.formats.tables import Shape
@@ -66,9 +66,9 @@ def read_content(
     return amp.scaled(path, content, scaler, bool(wanted))
 
 
-def saved_at(path: Path) -> "TrainedUniversal | TrainedWhole | TrainedZero":
+def saved_at(path: Path) -> "TrainedUniversal | TrainedUnsharded | TrainedZero":
     """The checkpoint at `path`. Raises ConfigError."""
-    kind = TrainedUniversal if is_universal(path) else TrainedWhole if is_whole(path) else TrainedZero
+    kind = TrainedUniversal if is_universal(path) else TrainedUnsharded if is_unsharded(path) else TrainedZero
     return kind(path, READER)
 
 
@@ -121,7 +121,7 @@ def static_scale(state: Mapping[str, Any], kept: Any) -> list[str]:
     return [] if state.get("dynamic_loss_scale") or scale == 1 else [f"the static loss scale of {scale!r:.20}"]
 
 
-class TrainedWhole(Whole):
+class TrainedUnsharded(Unsharded):
     """A checkpoint without ZeRO, with the optimizer's state in it."""
 
     def state(self, weights: Weights) -> State | None:
@@ -282,7 +282,7 @@ def _is_copy(value: Any) -> bool:
 
 def _copies(saved: Saved) -> list[str]:
     """The copies of fewer bits that stay behind, in words. Raises ConfigError."""
-    if isinstance(saved, Whole) and not saved.masters:
+    if isinstance(saved, Unsharded) and not saved.masters:
         return []
     bit16 = {str(t.dtype).removeprefix("torch.") for t in saved.module.values() if _is_copy(t)}
     return [f"the {'/'.join(sorted(bit16))} copy of the fp32 weights"] if bit16 else []

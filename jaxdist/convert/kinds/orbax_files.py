@@ -50,7 +50,7 @@ def described(path: Path) -> dict[str, Leaf]:
 
 
 def read_content(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
-    """The content of a checkpoint, or of a run's newest one that is whole as far as small files tell: the large ones
+    """The content of a checkpoint, or of a run's newest complete one as far as small files tell: the large ones
     of `Content.checkpoint` are still to be compared. Raises ConfigError."""
     found = checkpoint.locate(path, "small")
     experiment = agreed(str(path), read_experiment(found), wanted)

@@ -19,7 +19,7 @@ from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds import orbax_files
 from jaxdist.convert.kinds.formats_test import content_of, tensors, written
-from jaxdist.convert.mappings.atoms import whole_entry
+from jaxdist.convert.mappings.atoms import full_entry
 from jaxdist.formats.hf import experiment_for
 
 pytestmark = pytest.mark.long
@@ -179,7 +179,7 @@ class TestTorchFiles(TorchFiles):
         entry = {kind: torch.ones(2, 2) for kind in MOMENTS}
         state: Any = {"state": {0: entry, 1: entry}, "param_groups": [{"params": [0, 1]}]}
         shapes = dict.fromkeys("ab", (2, 2))
-        of_model = {name: whole_entry(name, (name, 0), (2, 2)) for name in "ba"}
+        of_model = {name: full_entry(name, (name, 0), (2, 2)) for name in "ba"}
         with pytest.raises(ConfigError, match=r"sorted by name, and its optimizer fits them both .* param_names"):
             rules.order_of("a.pt", state, shapes, lambda *_: of_model, str)
         state["param_groups"][0]["param_names"] = ["b", "a"]

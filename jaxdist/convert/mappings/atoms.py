@@ -41,7 +41,7 @@ def by_views(
     )
 
 
-def whole_entry(name: str, atom: Atom, shape: Shape) -> Entry:
+def full_entry(name: str, atom: Atom, shape: Shape) -> Entry:
     """An entry that is one atom."""
     return by_views(name, [atom], shape, lambda tensor, _: tensor)
 

@@ -12,7 +12,7 @@ from jaxdist.config import ConfigError
 from jaxdist.convert.content import PARAMETERS, Leaf, Leaves
 from jaxdist.convert.kinds import orbax_files, safetensors_writer, tensorstore_files
 from jaxdist.convert.kinds.orbax_files import Coming, Streaming
-from jaxdist.convert.mappings.atoms import Entry, whole_entry
+from jaxdist.convert.mappings.atoms import Entry, full_entry
 from jaxdist.convert.mappings.mapping import KeyMapping
 from jaxdist.convert.mappings.trees import flatten, unflatten
 from jaxdist.convert.stream import Resharder
@@ -128,8 +128,8 @@ def to_ours(source: Path, mapping: KeyMapping, dtype: str | None, like: Pytree) 
     _check_scaled(mapping, like.leaves)
     ours, theirs = mapping.cuts(shapes)
     kept = {name: f"{name} of --like" for name in shapes if name not in ours}  # no name of theirs
-    ours |= {name: whole_entry(name, (name, 0), shapes[name]) for name in kept}
-    theirs |= {there: whole_entry(there, (name, 0), shapes[name]) for name, there in kept.items()}
+    ours |= {name: full_entry(name, (name, 0), shapes[name]) for name in kept}
+    theirs |= {there: full_entry(there, (name, 0), shapes[name]) for name, there in kept.items()}
     leaves |= {there: like.leaves[name] for name, there in kept.items()}
     cuts = theirs, {name: ours[name] for name in shapes}
     return Remapping(leaves, cuts, dtype=dtype, undecided=mapping.undecided(shapes))

@@ -54,7 +54,7 @@ from jaxdist.convert.mappings.rows import (
 from jaxdist.convert.mappings.transforms import RESHAPE, SAME, TRANSFORMS, as_ours, fitting, result
 
 MAPPINGS = {file.stem: file for file in Path(__file__).parent.glob("*.toml")}  # shipped, by name
-WHOLE_MODEL = f"Give the whole model; or, if it has no such layers, write the rows out one by one, without {LAYER}"
+FULL_MODEL = f"Give the whole model; or, if it has no such layers, write the rows out one by one, without {LAYER}"
 # Parts of names that moments and averages have, which are called as the weights and may lie less deep.
 BESIDES = {"opt_state", "optimizer", "optimizer_state", "mu", "nu", "ema", "ema_params"}
 Shapes = Mapping[str, Shape]
@@ -192,7 +192,7 @@ class KeyMapping:
             if numbers and (missing := missing_layers(layers, numbers)):
                 lacking = listed([f"{layers}{number}" for number in missing])
                 raise ConfigError(
-                    f"{self.source}: ours has layers up to {layers}{max(numbers)}, but no {lacking}. {WHOLE_MODEL}"
+                    f"{self.source}: ours has layers up to {layers}{max(numbers)}, but no {lacking}. {FULL_MODEL}"
                 )
         for layers, counts in alike.items():
             if len(counts) > 1:
@@ -210,7 +210,7 @@ class KeyMapping:
         if not shapes:
             layers = sorted(set().union(*found.values()))
             lacking = [name.replace(LAYER, str(i)) for name, there in found.items() for i in layers if i not in there]
-            return f"Ours has no {listed(lacking)}. {WHOLE_MODEL}"
+            return f"Ours has no {listed(lacking)}. {FULL_MODEL}"
         numbered = {len(there) for there in found.values()}
         for axis in range(min(map(len, shapes))):
             sizes = {shape[axis] for shape in shapes} | numbered

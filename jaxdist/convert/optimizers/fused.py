@@ -14,7 +14,7 @@ import numpy as np
 from jaxdist.config import ConfigError, Model
 from jaxdist.formats.leaves import Leaf
 
-WHOLE = ".qkv_linear.wqkv."
+FUSED = ".qkv_linear.wqkv."
 PARTS = {".qkv_linear.wq.": (0, -2), ".qkv_linear.wk.": (-2, -1), ".qkv_linear.wv.": (-1, None)}  # of a group's heads
 
 
@@ -23,10 +23,10 @@ def unfused(path: str, found: Mapping[str, Any], model: Model) -> dict[str, Any]
     what is no moment for each. Raises ConfigError where a moment is not of this model's heads."""
     made: dict[str, Any] = {}
     for name, value in found.items():
-        for part, heads in PARTS.items() if WHOLE in name else ():
+        for part, heads in PARTS.items() if FUSED in name else ():
             large = isinstance(value, Leaf) and math.prod(value.shape) > 1
-            made[name.replace(WHOLE, part)] = _cut(f"{path}: {name}", value, heads, model) if large else value
-        if WHOLE not in name:
+            made[name.replace(FUSED, part)] = _cut(f"{path}: {name}", value, heads, model) if large else value
+        if FUSED not in name:
             made[name] = value
     return made
 
@@ -35,13 +35,13 @@ def ways(found: Mapping[str, Any]) -> dict[str, Any]:
     """The same for paths of entries in the saved tree."""
     made: dict[str, Any] = {}
     for name, way in found.items():
-        parts = PARTS if WHOLE in name else ("",)
-        made |= {name.replace(WHOLE, part): [_renamed(step, part) for step in way] for part in parts}
+        parts = PARTS if FUSED in name else ("",)
+        made |= {name.replace(FUSED, part): [_renamed(step, part) for step in way] for part in parts}
     return made
 
 
 def _renamed(step: Any, part: str) -> Any:
-    return step.replace(WHOLE, part) if isinstance(step, str) and part else step
+    return step.replace(FUSED, part) if isinstance(step, str) and part else step
 
 
 def _cut(what: str, whole: Leaf, heads: tuple[int, int | None], model: Model) -> Leaf:

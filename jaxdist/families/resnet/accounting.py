@@ -21,7 +21,7 @@ from jaxdist.accounting.memory import (
     INSIDE,
     POOLING,
     TURNED,
-    WHOLE,
+    UNSHARDED,
     Arrays,
     Footprint,
     Sizes,
@@ -200,7 +200,7 @@ class ImageFootprint(Footprint):
 
     def _moments(self) -> Iterator[dict[str, float]]:
         many, stem = self.experiment.train.accumulation > 1, self.blocks[0]
-        during = {BATCH: self.batch, WHOLE: self.materialized, TURNED: self.turned}
+        during = {BATCH: self.batch, UNSHARDED: self.materialized, TURNED: self.turned}
         accumulators = self.gradients * many
         searched = self.arrays(SEARCHED[self.platform], stem)
         yield during | {GRADIENTS: accumulators, BLOCKS: self.kept_by_block[0], POOLING: searched}
