@@ -1,7 +1,7 @@
 """Bytes on the wire: counted from the program that runs, and the least that parameters take in any family.
 
 A family's `exchanges` (`forms.py`) state its other traffic. Bytes are those that one device sends per step with ring
-algorithms over n devices: all-gather and reduce-scatter (n-1)/n of the whole array, all-reduce twice that. The count is
+algorithms over n devices: all-gather and reduce-scatter (n-1)/n of the full array, all-reduce twice that. The count is
 taken from the jaxpr, not from compiled HLO, because XLA's CPU backend widens bfloat16 collectives to float32; in
 float32 both agree to the byte (`traffic_test.py`).
 """
@@ -49,12 +49,12 @@ class Collective:
     bytes: float
 
 
-def ring_bytes(op: str, whole: float, n: int) -> float:
-    """Bytes a device sends for one collective over n devices; `whole` is the unsharded array's size in bytes.
+def ring_bytes(op: str, full: float, n: int) -> float:
+    """Bytes a device sends for one collective over n devices; `full` is the unsharded array's size in bytes.
 
-    Of permute and all_to_all `whole` is what one device holds.
+    Of permute and all_to_all, `full` is what one device holds.
     """
-    return whole if op == "permute" else (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
+    return full if op == "permute" else (2 if op == "all_reduce" else 1) * full * (n - 1) / n
 
 
 def count(closed: Any) -> list[Collective]:

@@ -10,7 +10,7 @@ from jaxdist.config.registry import BUILT_IN, Registry, registrant
 class Strategy:
     """Which of parameters, gradients and optimizer state are sharded over `fsdp`; the others are replicated on it.
 
-    torch has DDP and ZeroRedundancyOptimizer where parameters and gradients are whole, else FSDP2.
+    torch has DDP and ZeroRedundancyOptimizer where parameters and gradients are replicated, else FSDP2.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Strategy:
 
     @property
     def replicates(self) -> bool:
-        """Whether parameters and gradients are whole on each device."""
+        """Whether parameters and gradients are replicated on each device."""
         return not (self.parameters or self.gradients)
 
     @property
     def splits_update(self) -> bool:
-        """Whether each device updates its part of parameters that are whole on all of them."""
+        """Whether each device updates its part of parameters that are replicated."""
         return self.replicates and self.optimizer
 
 

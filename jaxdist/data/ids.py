@@ -123,18 +123,18 @@ def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Locate
         listed = ", ".join(f"{located.part.file.name} {located.part.dtype.name}" for located in found if located)
         raise ConfigError(f"data.path = {str(files[0].parent)!r}: files of several types ({listed}); {_alike(found)}")
     dtype = np.dtype(known.pop() if known else "uint16").newbyteorder("<")
-    whole = [
+    located_files = [
         located or Located(raw(file, dtype), None, "as the other files")
         for located, file in zip(found, files, strict=True)
     ]
-    for located in whole:
+    for located in located_files:
         file = located.part.file
         if declared not in ("auto", dtype.name):
             raise ConfigError(
                 f"data.bin_dtype = {declared}: the ids of {str(file)!r} are {dtype.name}, {located.source}; set "
                 "data.bin_dtype = auto"
             )
-    return [_holding(located, vocab) for located in whole]
+    return [_holding(located, vocab) for located in located_files]
 
 
 def _holding(located: Located, vocab: int) -> Located:

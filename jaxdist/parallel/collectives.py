@@ -2,7 +2,7 @@
 
 Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which mesh
 axes it differs, and the transpose of each operation is the communication of the backward pass. Costs are bytes that a
-device sends with ring algorithms; n is the size of the axis, w and x the bytes of the whole weight or activation. What
+device sends with ring algorithms; n is the size of the axis, w and x the bytes of the full weight or activation. What
 a strategy shards over fsdp it shards over expert and context too; experts are split over `expert` already.
 
 | verb | forward | backward |
@@ -22,8 +22,8 @@ a strategy shards over fsdp it shards over expert and context too; experts are s
 | `lookup` | nothing (its caller leaves) | nothing |
 | `max_over_vocab`, `sum_over_vocab` | all-reduces of 3 floats a token of the loss over tensor | nothing |
 
-A weight that is whole on each tensor device, which uses it for its own heads or, under sequence parallelism, times, has
-its gradient all-reduced over tensor, 2w(n-1)/n: JAX does so by its type.
+A weight replicated over tensor, which each device uses for its own heads or, under sequence parallelism, times,
+has its gradient all-reduced over tensor, 2w(n-1)/n: JAX does so by its type.
 
 No verb asks whether an axis has size 1: a collective over one device costs a copy at most, and one path is one thing to
 test.
@@ -77,26 +77,26 @@ def mask_local_vocab(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]
 
 def sum_over_vocab(sums: X) -> X:
     """All-reduce partial sums over the vocabulary shards (mesh axis `tensor`)."""
-    whole: X = lax.psum(sums, "tensor")
-    return whole
+    total: X = lax.psum(sums, "tensor")
+    return total
 
 
 def max_over_vocab(highest: jax.Array) -> jax.Array:
     """All-reduce maxima over the vocabulary shards (mesh axis `tensor`). Not differentiable."""
-    whole: jax.Array = lax.pmax(highest, "tensor")
-    return whole
+    largest: jax.Array = lax.pmax(highest, "tensor")
+    return largest
 
 
 def all_gather_shard(piece: jax.Array, shard: ShardDim, to: str = "varying") -> jax.Array:
     """All-gather shards along `shard.dim` over `shard.axes`; `to="invarying"` types the result as equal on all
     devices."""
-    whole: jax.Array = lax.all_gather(piece, shard.axes, axis=piece.ndim + shard.dim, tiled=True, to=to)
-    return whole
+    full: jax.Array = lax.all_gather(piece, shard.axes, axis=piece.ndim + shard.dim, tiled=True, to=to)
+    return full
 
 
-def reduce_scatter_shard(whole: jax.Array, shard: ShardDim) -> jax.Array:
+def reduce_scatter_shard(full: jax.Array, shard: ShardDim) -> jax.Array:
     """Reduce-scatter an array along `shard.dim` over `shard.axes`."""
-    piece: jax.Array = lax.psum_scatter(whole, shard.axes, scatter_dimension=whole.ndim + shard.dim, tiled=True)
+    piece: jax.Array = lax.psum_scatter(full, shard.axes, scatter_dimension=full.ndim + shard.dim, tiled=True)
     return piece
 
 
@@ -203,10 +203,10 @@ class Parallel:
         needed."""
         graph, state = nnx.split(module)
 
-        def whole(v: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        def unshard(v: nnx.Variable[Any]) -> nnx.Variable[Any]:
             return v.replace(_unshard(self, v.shard_dim, *v.get_value())) if isinstance(v, nnx.Param) else v
 
-        return nnx.merge(graph, jax.tree.map(whole, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+        return nnx.merge(graph, jax.tree.map(unshard, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def enter(self, x: jax.Array) -> jax.Array:
         """Before a column-parallel product: x [B, T, D], the same on each tensor device; gradients are summed over

@@ -2,8 +2,8 @@
 
 A model declares each parameter once, with a logical axis per dimension (`families/layers.py`). The rules below send
 tensor-parallel axes to the mesh axis `tensor`, experts to `expert`, layers to `pipeline` and the residual width to
-`fsdp`; a strategy says which of parameters, gradients and optimizer state are sharded over `fsdp`, and which are whole
-on each of its devices.
+`fsdp`; a strategy says which of parameters, gradients and optimizer state are sharded over `fsdp`, and which are
+replicated on each of its devices.
 """
 
 import math
@@ -43,7 +43,7 @@ RULES: dict[str, str | None] = {
     "classes": None,
     "statistic": None,
 }
-REPLICATED = ("classes",)  # a vector of these is whole on each device: there are as many as the data have
+REPLICATED = ("classes",)  # a vector of these is replicated: there are as many as the data have
 BLOCKS = ("layers.", "stages.")  # how the names of parameters begin that are gathered again for the backward pass
 
 
@@ -73,7 +73,7 @@ def _strategy(name: str, once_a_step: bool, reshards: bool) -> Strategy:
 class ParamSpec:
     """One declared parameter: its name, global shape, logical axes, and initial mean and standard deviation.
 
-    A `statistic` is not trained, but counted or averaged in the forward pass; it is whole on each device.
+    A `statistic` is not trained, but counted or averaged in the forward pass; it is replicated.
     """
 
     name: str
@@ -147,7 +147,7 @@ class ParamSpec:
     def partition_spec(self, sharded: bool, kept: tuple[int, ...] = ()) -> P:
         """PartitionSpec with or without the split over fsdp; `kept`: the shape of optimizer state of the parameter."""
         split = zip(self.split(sharded), kept or self.shape, self.shape, strict=True)
-        return P(*(axes if size == whole else () for axes, size, whole in split))
+        return P(*(axes if size == full else () for axes, size, full in split))
 
     def mesh_axes(self, sharded: bool) -> tuple[str, ...]:
         """Mesh axes over which the shards differ."""
@@ -164,9 +164,7 @@ class ParamSpec:
         shape = self._local_shapes[key]
         if not kept or kept == self.shape:
             return shape
-        return tuple(
-            piece if size == whole else size for piece, size, whole in zip(shape, kept, self.shape, strict=True)
-        )
+        return tuple(piece if size == full else size for piece, size, full in zip(shape, kept, self.shape, strict=True))
 
     @cached_property
     def _local_shapes(self) -> dict[tuple[object, ...], tuple[int, ...]]:

@@ -1,7 +1,7 @@
-"""The checkpoints of a run, the same for both backends: what makes one whole, which is the newest, which stay.
+"""The checkpoints of a run, the same for both backends: what makes one complete, which is the newest, which stay.
 
 A checkpoint is written under another name. When all its files are there, `manifest.json` gets size and checksum of
-each, and the folder takes its name, the step. So a folder named by a step was whole once, and the manifest shows
+each, and the folder takes its name, the step. So a folder named by a step was complete once, and the manifest shows
 whether it still is: the libraries that write the files restore flipped bits as weights.
 """
 
@@ -102,7 +102,7 @@ class Saves:
         return step not in self.failed and newest(self.checkpoints) != step
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json: the step of the newest whole checkpoint, and why others are missing, by step."""
+        """For summary.json: the step of the newest complete checkpoint, and why others are missing, by step."""
         self.look()
         last = last_complete(self.checkpoints)
         return {"newest": int(last.name) if last else None, "failed": {str(s): why for s, why in self.failed.items()}}
@@ -217,7 +217,7 @@ def damage(
     ended: Callable[[], bool] = never,
     threads: int | None = None,
 ) -> str | None:
-    """The first thing in which a checkpoint is not what its manifest says, in words; None where it is whole.
+    """The first thing in which a checkpoint is not what its manifest says, in words; None where it is complete.
 
     Reads no further when it is `ended`. `threads`: those that read, where they are not to have all cores.
     """

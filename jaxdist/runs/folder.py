@@ -45,7 +45,7 @@ CONVERTED = (
 
 LOCK = ".lock"  # held by the run that writes the folder
 MOST_BYTES = 2_000_000_000  # of metrics.jsonl: some ten million steps
-BESIDE = ".tmp"  # ends the name of a file until it is whole
+BESIDE = ".tmp"  # ends the name of a file until it is complete
 # Names of all that a run folder has.
 PARTS = ("config.toml", "metrics.jsonl", "summary.json", FOLDER, "record", "origin", "events.out.*", LOCK, f"*{BESIDE}")
 
@@ -108,9 +108,9 @@ class RunFolder:
     def resume_from(self, marker: str) -> int | None:
         """The step to continue from; None for a start, also where a run was killed before its first checkpoint.
 
-        It is that of the newest whole checkpoint. `marker` is what each one of the caller's backend holds.
+        It is that of the newest complete checkpoint. `marker` is what each one of the caller's backend holds.
         Raises ConfigError when the run is past `train.steps` already, or was saved by the other backend, or none of
-        its checkpoints is whole, or there is none where there should be.
+        its checkpoints is complete, or there is none where there should be.
         """
         e = self.experiment
         if self.resume and not steps_in(self.checkpoints):
@@ -126,7 +126,7 @@ class RunFolder:
         return step
 
     def _never_saved(self) -> None:
-        """Raises ConfigError where a run was saved: its first checkpoint is whole before the second begins."""
+        """Raises ConfigError where a run was saved: its first checkpoint is complete before the second begins."""
         logged, config = len(read_metrics(self.path)), self.begun.checkpoint
         if config.every and config.failure == "stop" and logged > 2 * config.every:
             raise ConfigError(
@@ -136,7 +136,7 @@ class RunFolder:
 
     @property
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, by the sizes of its files."""
+        """The newest complete checkpoint, by the sizes of its files."""
         return last_complete(self.checkpoints)
 
     @property

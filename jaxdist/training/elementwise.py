@@ -37,12 +37,12 @@ def is_elementwise(o: Optimizer) -> bool:
     weights, *gradients = (rng.standard_normal(SHAPE).astype(np.float32) for _ in range(1 + len(SCALES)))
     gradients = [scale * g for scale, g in zip(SCALES, gradients, strict=True)]
     with jax.ensure_compile_time_eval():
-        whole = updates(o, weights, gradients)
+        full = updates(o, weights, gradients)
         for dim in range(len(SHAPE)):
             halves = zip(*(np.split(array, 2, dim) for array in (weights, *gradients)), strict=True)
             parts = np.concatenate([updates(o, half, rest) for half, *rest in halves], 1 + dim)
-            largest = np.abs(whole).max(tuple(range(1, whole.ndim)), keepdims=True)
-            if not np.all(np.abs(parts - whole) <= TOLERANCE * largest):
+            largest = np.abs(full).max(tuple(range(1, full.ndim)), keepdims=True)
+            if not np.all(np.abs(parts - full) <= TOLERANCE * largest):
                 return False
     return True
 

@@ -48,7 +48,7 @@ def schedule(o: Optimizer, steps: int) -> dict[int, float]:
 
 
 def memory(program: Program, traced: Any, compiled: Any, state: TrainState | None = None) -> dict[str, int]:
-    """Bytes per device. `temporary` is the compiled step's scratch, whole gradients and activations included;
+    """Bytes per device. `temporary` is the compiled step's scratch, unsharded gradients and activations included;
     `peak` is arguments + temporaries + outputs - reused arguments.
 
     Parameters and optimizer state are a device's of `state`; before there is one, as declared. `host` is what of them

@@ -70,11 +70,11 @@ def sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
             parts += [most.reshape(-1, STEP, LANES).sum(1).ravel(), rest]
         return jnp.sum(lax.optimization_barrier(jnp.concatenate(parts)))  # without it XLA would make one sum of both
 
-    def whole(*arrays: jax.Array) -> jax.Array:
+    def at_once(*arrays: jax.Array) -> jax.Array:
         total: jax.Array = optax.tree.norm(arrays, squared=True)
         return total
 
-    total: jax.Array = lax.platform_dependent(*arrays, cpu=in_parts, default=whole)
+    total: jax.Array = lax.platform_dependent(*arrays, cpu=in_parts, default=at_once)
     return total
 
 

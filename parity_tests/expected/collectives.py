@@ -65,8 +65,8 @@ def uncounted(side: str, e: Experiment, mesh: Mapping[str, int]) -> str:
     """The optimizer whose rule asks for whole parameters on torch's side, in collectives of unknown number, in words;
     empty where they are known."""
     name = e.optimizer.name
-    whole = not e.optimizer.elementwise or (name in OPTIMIZERS and OPTIMIZERS[name].pieces)
-    known = side == JAX or not whole or name in UPDATES or math.prod(mesh.values()) == 1
+    by_matrix = not e.optimizer.elementwise or (name in OPTIMIZERS and OPTIMIZERS[name].pieces)
+    known = side == JAX or not by_matrix or name in UPDATES or math.prod(mesh.values()) == 1
     return "" if known else f"optimizer {name}"
 
 

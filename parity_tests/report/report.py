@@ -264,8 +264,8 @@ def layer_errors(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], kind:
     errors = {}
     for layer, tensors in names.items():
         same = all(name in a and name in b and a[name].shape == b[name].shape for name in tensors)
-        whole = [np.concatenate([side[name].ravel() for name in tensors]) for side in (a, b)] if same else []
-        errors[layer] = compare.relative(*whole) if same else np.inf
+        flat = [np.concatenate([side[name].ravel() for name in tensors]) for side in (a, b)] if same else []
+        errors[layer] = compare.relative(*flat) if same else np.inf
     return errors
 
 

@@ -34,7 +34,7 @@ class Traffic(TorchDispatchMode):
     """Counts every collective of this rank within it: c10d's own and the functional ones that DTensor issues.
 
     Bytes are what a device sends with ring algorithms over n devices: all-gather, reduce-scatter and
-    broadcast (n-1)/n of the whole array, all-reduce twice that. DDP's all-reduces are seen because its
+    broadcast (n-1)/n of the full array, all-reduce twice that. DDP's all-reduces are seen because its
     communication hook calls c10d. `ends`: a group of some ranks of `pipeline`.
     """
 
@@ -69,11 +69,11 @@ class Traffic(TorchDispatchMode):
         tensors = list(_tensors(args))
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         sizes = [t.numel() * t.element_size() for t in tensors]
-        # Among input and output the larger is the whole array; functional gathers show their input alone.
-        whole = max(sizes) * (n if op == "all_gather" and len(sizes) == 1 else 1)
+        # Among input and output the larger is the full array; functional gathers show their input alone.
+        full = max(sizes) * (n if op == "all_gather" and len(sizes) == 1 else 1)
         key = (op, self.axes[group.group_name], dtype, op == "all_reduce" and tensors[0].numel() == 1)
         self.counts[key] += 1
-        sent = whole if op == "permute" else (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
+        sent = full if op == "permute" else (2 if op == "all_reduce" else 1) * full * (n - 1) / n
         if op == "all_to_all":  # in unequal parts, all but its own
             parts = args[2]
             sent = sizes[0] * (1 - parts[group.rank()] / max(1, sum(parts)))

@@ -72,13 +72,13 @@ class Family:
     def unplanned(self, modules: Iterable[str]) -> list[str]:
         """Those of these modules that have no style and are not left whole, each kind once, with * for numbers."""
         patterns = {**TENSOR_PLAN, **self.tensor}
-        whole = [pattern for pattern, style in patterns.items() if not style]
+        unsplit = [pattern for pattern, style in patterns.items() if not style]
 
         def planned(module: str) -> bool:
             parts = module.split(".")
             around = [".".join(parts[:count]) for count in range(1, len(parts))]
             return any(fnmatchcase(module, pattern) for pattern in patterns) or any(
-                fnmatchcase(outer, pattern) for outer in around for pattern in whole
+                fnmatchcase(outer, pattern) for outer in around for pattern in unsplit
             )
 
         return list(dict.fromkeys(re.sub(r"\b\d+\b", "*", module) for module in modules if not planned(module)))

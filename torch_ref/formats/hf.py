@@ -52,8 +52,8 @@ class Weights:
             if found := bad_values(source, theirs):
                 self._note(source, found)
         parts = [self._part(sources[tensor.name], tensor, i, target) for tensor, i in places]
-        whole = torch.stack(parts) if EXPERTS in name else parts[0]
-        return whole[: self.tokens] if name in VOCABULARY else whole
+        full = torch.stack(parts) if EXPERTS in name else parts[0]
+        return full[: self.tokens] if name in VOCABULARY else full
 
     def _note(self, source: str, found: BadValues) -> None:
         """Keep what was found in a tensor, or in the pieces of the file's arrays that it is made of, by the names

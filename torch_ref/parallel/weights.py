@@ -1,4 +1,4 @@
-"""Starting values: one whole tensor at a time, of which each rank keeps its piece."""
+"""Starting values: one full tensor at a time, of which each rank keeps its piece."""
 
 import math
 import re
@@ -47,7 +47,7 @@ def extended(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
-    """Give every parameter and running statistic its value; `value(name, global shape)` is whole, freed after use."""
+    """Give every parameter and running statistic its value; `value(name, global shape)` is full, freed after use."""
     for name, tensor in model_tensors(model):
         local(tensor).copy_(value(name, tensor.shape)[place(tensor)])
 

@@ -40,12 +40,12 @@ def is_elementwise(o: Config, device: str = "cpu") -> bool:
     made = torch.Generator().manual_seed(0)
     weights, *gradients = (torch.randn(SHAPE, generator=made).to(device) for _ in range(1 + len(SCALES)))
     gradients = [scale * g for scale, g in zip(SCALES, gradients, strict=True)]
-    whole = updates(o, weights, gradients)
-    largest = whole.abs().amax(tuple(range(1, whole.ndim)), keepdim=True)
+    full = updates(o, weights, gradients)
+    largest = full.abs().amax(tuple(range(1, full.ndim)), keepdim=True)
     for dim in range(len(SHAPE)):
         halves = zip(*(tensor.chunk(2, dim) for tensor in (weights, *gradients)), strict=True)
         parts = torch.cat([updates(o, half, rest) for half, *rest in halves], 1 + dim)
-        if not bool(((parts - whole).abs() <= TOLERANCE * largest).all()):
+        if not bool(((parts - full).abs() <= TOLERANCE * largest).all()):
             return False
     return True
 

@@ -1,4 +1,4 @@
-"""Adafactor and Muon over pieces of parameters: torch's formulas, with means and matrices of the whole.
+"""Adafactor and Muon over pieces of parameters: torch's formulas, with means and matrices of full parameters.
 
 torch's own classes take what they are given for whole. Here a mean is all-reduced over the axes that split what it is
 taken over, and a matrix gathered by each rank that has a piece of it.
@@ -29,9 +29,9 @@ def kept(parameter: Tensor, kind: str) -> Tensor:
     if not isinstance(parameter, DTensor):
         return zeros
     placements = [p if p.is_replicate() or p.dim != dim else Replicate() for p in parameter.placements]  # type: ignore[attr-defined]
-    whole = torch.empty([1 if i == dim else size for i, size in enumerate(parameter.shape)], device="meta")
+    full = torch.empty([1 if i == dim else size for i, size in enumerate(parameter.shape)], device="meta")
     return DTensor.from_local(
-        zeros, parameter.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        zeros, parameter.device_mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
 
 
@@ -57,7 +57,7 @@ class Pieces:
         return total / math.prod(parameter.shape[dim] for dim in dims)
 
     def rms(self, piece: Tensor, x: Tensor) -> float:
-        """The root mean square of the whole."""
+        """The root mean square of the full parameter."""
         return math.sqrt(self.mean(piece, x * x).item())
 
     def gathered(self, piece: Tensor, x: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ class Pieces:
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
-    def piece_of(self, piece: Tensor, whole: Tensor) -> Tensor:
-        """This rank's shard of the unsharded `x`."""
-        return whole[place(self.parameters.get(piece, piece))]
+    def piece_of(self, piece: Tensor, full: Tensor) -> Tensor:
+        """This rank's shard of the unsharded `full`."""
+        return full[place(self.parameters.get(piece, piece))]
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -135,10 +135,10 @@ class Muon(torch.optim.AdamW):
         state["step"] += 1
         m = state["momentum_buffer"].lerp_(g, 1 - group["momentum"])
         along = g.lerp(m, group["momentum"]) if group["nesterov"] else m
-        whole = orthogonal(self.pieces.gathered(p, along.to(self.pieces.dtype)), group["ns_steps"])
+        full = orthogonal(self.pieces.gathered(p, along.to(self.pieces.dtype)), group["ns_steps"])
         p.mul_(1 - group["lr"] * group["weight_decay"])
-        rate = group["lr"] * ADJUSTED[group["adjust_lr_fn"]](*whole.shape[-2:])
-        p.add_(self.pieces.piece_of(p, whole).to(p.dtype), alpha=-rate)
+        rate = group["lr"] * ADJUSTED[group["adjust_lr_fn"]](*full.shape[-2:])
+        p.add_(self.pieces.piece_of(p, full).to(p.dtype), alpha=-rate)
 
 
 ADJUSTED = {

@@ -79,7 +79,7 @@ def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.M
 
 
 class Replicated(ParallelStyle):
-    """Parameters whole on every tensor rank, as DTensors, so that the clip sees all parameters on one mesh.
+    """Parameters replicated on every tensor rank, as DTensors, so that the clip sees all parameters on one mesh.
 
     `layout` says how the ranks' plain inputs and outputs belong together: whole, or a slice of heads or times each;
     `outputs`, where given, how the outputs are laid out anew. With `local` False the output stays a DTensor, for a tied
@@ -127,7 +127,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     """Heads, MLP width and vocabulary over the axis `tensor` (Megatron-LM, arXiv:1909.08053).
 
     Forward, one all-reduce of the activations after the embedding, each attention and each MLP; as many
-    backward, at the same places from the other side. Activations between them are whole on each rank, or
+    backward, at the same places from the other side. Activations between them are replicated, or
     under `sequence` each rank has its times of them (torch: `SequenceParallel`), and each all-reduce is a
     reduce-scatter there and an all-gather before the next product. Raises ConfigError for matrices of a plugin's
     family without a style.
@@ -355,7 +355,7 @@ def reshard(model: nn.Module) -> None:
 def accumulated(experiment: Experiment, mesh: DeviceMesh) -> int:
     """A rank's gradients while they accumulate, in multiples of its pieces of the parameters.
 
-    FSDP2 holds them whole until the one reduction that parallel.reduce = step asks for, and a pipeline's schedule.
+    FSDP2 holds them unsharded until the one reduction that parallel.reduce = step asks for, and a pipeline's schedule.
     """
     parallel, several = experiment.parallel, experiment.train.accumulation > 1
     once = parallel.once or axis_size(mesh, "pipeline") > 1

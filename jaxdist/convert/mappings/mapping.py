@@ -263,8 +263,8 @@ class KeyMapping:
                 pieces = {"ours": (pair.ours, row.part), "theirs": (pair.theirs, row.chunk)}
                 for side, (name, piece) in pieces.items():
                     others = seen[side].setdefault(name, {})
-                    whole = piece is None or None in others  # of which there can be no other piece
-                    other = next((n for p, n in others.items() if n != number and (whole or p == piece)), number)
+                    undivided = piece is None or None in others  # of which there can be no other piece
+                    other = next((n for p, n in others.items() if n != number and (undivided or p == piece)), number)
                     if other != number:
                         raise ConfigError(f"{place}: {side} = {name!r} is in row {other} too; give it once")
                     others[piece] = number
@@ -442,14 +442,14 @@ def _untaken(name: str, free: Collection[str]) -> str:
 
 
 def _check_fit(place: str, pair: Pair, ours: Shapes, theirs: Shape) -> None:
-    whole, row = ours[pair.ours], pair.row
-    if row.part is not None and row.part >= (*row.layer_shape(whole), 0)[0]:
-        raise ConfigError(f"{place}: {pair.ours} {whole} has no part = {row.part}; its parts are one axis of ours")
+    full, row = ours[pair.ours], pair.row
+    if row.part is not None and row.part >= (*row.layer_shape(full), 0)[0]:
+        raise ConfigError(f"{place}: {pair.ours} {full} has no part = {row.part}; its parts are one axis of ours")
     if row.chunk:
         if not theirs or theirs[0] % row.chunk[1]:
             raise ConfigError(f"{place}: {pair.theirs} {theirs} is not {row.chunk[1]} equal chunks; give another")
         theirs = (theirs[0] // row.chunk[1], *theirs[1:])
-    shape = pair.piece(whole)
+    shape = pair.piece(full)
     if row.transform == RESHAPE:
         fits = row.shape == theirs and np.prod(shape) == np.prod(theirs)
     else:

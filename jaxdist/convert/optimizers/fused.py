@@ -44,11 +44,11 @@ def _renamed(step: Any, part: str) -> Any:
     return step.replace(FUSED, part) if isinstance(step, str) and part else step
 
 
-def _cut(what: str, whole: Leaf, heads: tuple[int, int | None], model: Model) -> Leaf:
+def _cut(what: str, fused: Leaf, heads: tuple[int, int | None], model: Model) -> Leaf:
     """The rows of these heads of each group."""
     groups = model.kv_heads
     each = model.heads // groups + 2 if groups else 0
-    rows, rest = whole.shape[0], whole.shape[1:]
+    rows, rest = fused.shape[0], fused.shape[1:]
     if not each or rows % (groups * each):
         raise ConfigError(
             f"{what} has {rows} rows, which do not match model.heads and model.kv_heads; give --model those of the "
@@ -57,7 +57,7 @@ def _cut(what: str, whole: Leaf, heads: tuple[int, int | None], model: Model) ->
     first, last = heads
 
     def read() -> np.ndarray:
-        return whole.read().reshape(groups, each, -1, *rest)[:, first:last].reshape(-1, *rest)
+        return fused.read().reshape(groups, each, -1, *rest)[:, first:last].reshape(-1, *rest)
 
     count = rows // each * len(range(each)[first:last])
-    return Leaf((count, *rest), whole.dtype, read, besides=whole.bytes + whole.besides)
+    return Leaf((count, *rest), fused.dtype, read, besides=fused.bytes + fused.besides)

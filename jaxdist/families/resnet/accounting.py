@@ -112,12 +112,12 @@ class ImageFootprint(Footprint):
         row, many = strategy(self.experiment.parallel), self.experiment.train.accumulation > 1
         sharded = row.gradients if many else row.optimizer
         own: Counter[tuple[float, ...]] = Counter()
-        whole: Counter[tuple[float, ...]] = Counter()
+        unsharded: Counter[tuple[float, ...]] = Counter()
         for name, spec in self.param_specs.items():
             if not spec.statistic:
                 own[block_of(name)] += math.prod(spec.local_shape(self.mesh, sharded)) * self.param_itemsize
-                whole[block_of(name)] += math.prod(spec.shape) * self.param_itemsize
-        return [(own[block], whole[block]) for block in sorted(own)]
+                unsharded[block_of(name)] += math.prod(spec.shape) * self.param_itemsize
+        return [(own[block], unsharded[block]) for block in sorted(own)]
 
     def arrays(self, arrays: Arrays, sizes: Sizes) -> float:
         """Bytes of `arrays` over the images of a microbatch."""
@@ -206,12 +206,13 @@ class ImageFootprint(Footprint):
         yield during | {GRADIENTS: accumulators, BLOCKS: self.kept_by_block[0], POOLING: searched}
         pooled = self.arrays(POOLED, stem) * self.early
         for i, sizes in enumerate(self.blocks):
-            own, whole = (sum(each) for each in zip(*self.gradients_by_block[i:], strict=True))
+            own, unsharded = (sum(each) for each in zip(*self.gradients_by_block[i:], strict=True))
             yield (
                 during
                 | {
                     GRADIENTS: accumulators or own,
-                    FRESH: min(2 * BUCKET, whole) * (self.gpu and self.early),  # one that is filled, and one under way
+                    FRESH: min(2 * BUCKET, unsharded)
+                    * (self.gpu and self.early),  # one that is filled, and one under way
                     BLOCKS: sum(self.kept_by_block[: i + 1]),
                     POOLING: pooled,
                     INSIDE: self.arrays(WORKING, sizes),

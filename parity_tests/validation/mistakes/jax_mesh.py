@@ -74,11 +74,11 @@ def one_gradient_not_summed_over_fsdp() -> None:
     """The head's gradient is cut to the device's piece where it should be reduce-scattered."""
     right = collectives.reduce_scatter_shard
 
-    def reduce_scatter_shard(whole: jax.Array, shard: ShardDim) -> jax.Array:
-        if whole.shape != (40, 256):
-            return right(whole, shard)
-        size = whole.shape[shard.dim] // lax.axis_size("fsdp")
-        return lax.dynamic_slice_in_dim(whole, lax.axis_index("fsdp") * size, size, whole.ndim + shard.dim)
+    def reduce_scatter_shard(full: jax.Array, shard: ShardDim) -> jax.Array:
+        if full.shape != (40, 256):
+            return right(full, shard)
+        size = full.shape[shard.dim] // lax.axis_size("fsdp")
+        return lax.dynamic_slice_in_dim(full, lax.axis_index("fsdp") * size, size, full.ndim + shard.dim)
 
     everywhere(right, reduce_scatter_shard)
 

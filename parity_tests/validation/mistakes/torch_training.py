@@ -319,7 +319,7 @@ def muon_without_nesterov() -> None:
 def orthogonal_by_pieces_of_a_rank() -> None:
     """muon makes each rank's piece of a matrix orthogonal."""
     plant(matrices.Pieces, "gathered", lambda self, piece, x: x)
-    plant(matrices.Pieces, "piece_of", lambda self, piece, whole: whole)
+    plant(matrices.Pieces, "piece_of", lambda self, piece, full: full)
 
 
 @planted("adam", "mathematics", "ema/*")
