@@ -167,8 +167,8 @@ step.chunked = fewer
 
 
 def test_validation_goes_by_microbatches_and_chunks(train: Train) -> None:
-    """Validation uses training's microbatches and chunks, so takes no more memory; its loss is that of the whole, also
-    with a padded chunk."""
+    """Validation uses training's microbatches and chunks, so it takes no more memory; its loss equals that of the whole
+    batch, also with a padded chunk."""
     whole, chunks = train(ONE).summary["validation_loss"], f"{ONE} --train.accumulation 2 --memory.loss_chunks 7"
     assert train(chunks, before=VALIDATED_WHOLE).summary["validation_loss"] == pytest.approx(whole, rel=1e-12)
     wrong = train(chunks, before=WITHOUT_ITS_LAST_CHUNK).summary["validation_loss"]

@@ -1,4 +1,4 @@
-"""A family or an optimizer without closed forms: what plan and run report, and what they call unknown."""
+"""Plans and runs of a family or an optimizer without closed forms, and the values that they call unknown."""
 
 import json
 from dataclasses import replace

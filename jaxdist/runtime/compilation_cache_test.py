@@ -58,7 +58,7 @@ def programs(home: Path) -> list[Path]:
 
 def test_a_second_start_loads_complete_entries(tmp_path: Path) -> None:
     asked, found = start(tmp_path)
-    assert asked > found == 0 and len(programs(tmp_path)) == asked  # none of what was compiled later
+    assert asked > found == 0 and len(programs(tmp_path)) == asked  # none that was compiled later
     assert (tmp_path / "jaxdist" / "compiled").stat().st_mode & 0o777 == 0o700
     half, other, *_ = programs(tmp_path)
     half.write_bytes(half.read_bytes()[:100])

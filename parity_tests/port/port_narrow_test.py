@@ -1,4 +1,4 @@
-"""Users' models that compute in float32 whatever dtype they get, and what their proof can still decide."""
+"""Proofs of users' models that compute in float32 for any input dtype."""
 
 from dataclasses import replace
 from functools import partial

@@ -204,7 +204,7 @@ def test_weights_that_rounding_moves_are_no_yardstick() -> None:
     assert found(bias=1e-3) == {f"cost to {levels.ROUNDED}"}
 
 
-# ---- what training made of the weights
+# ---- updates of the weights
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_decay_that_float32_hides_is_named() -> None:
         assert levels.decay_hidden((run, run), (exact, exact), start, decay) == hidden
 
 
-# ---- what is kept
+# ---- stored dtypes
 
 
 @dataclass

@@ -274,7 +274,7 @@ def test_a_square_matrix_that_one_side_transposes_is_found(tmp_path: Path, monke
     assert wrong and all(right[name].shape[0] == right[name].shape[1] for name in wrong)
 
 
-def test_every_kind_is_registered() -> None:
+def test_every_kind_has_a_source() -> None:
     assert {kind for kind, *_ in SOURCES.values()} == {*KINDS}
 
 
