@@ -68,8 +68,8 @@ def folder(on_path: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert([str(seed.path), str(folder / "hf"), "--to", "hf"])
     from toy_plugin import checkpoint  # type: ignore[import-not-found]
 
-    told = {name: CONFIG[name] for name in ("plugins", "model", "data")}
-    checkpoint.write(folder / "weights.toy", told, load_file(folder / "hf/model.safetensors"))
+    sections = {name: CONFIG[name] for name in ("plugins", "model", "data")}
+    checkpoint.write(folder / "weights.toy", sections, load_file(folder / "hf/model.safetensors"))
     return folder
 
 
@@ -102,7 +102,7 @@ TABLES: tuple[Registry[Any], ...] = (
 
 @contextmanager
 def registered(*names: str) -> Iterator[None]:
-    """Around what loads plugins into this process: their rows are gone after it."""
+    """Load plugins into this process; remove their rows at the end of the context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "loaded", {})
         for table in TABLES:
@@ -311,13 +311,13 @@ def test_a_name_that_is_taken(row: str, bad: Package) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("said", LACKING)
-def test_a_piece_that_a_command_lacks(said: str, bad: Package, folder: Path, tmp_path: Path) -> None:
-    source, main, arguments = LACKING[said]
+@pytest.mark.parametrize("message", LACKING)
+def test_a_piece_that_a_command_lacks(message: str, bad: Package, folder: Path, tmp_path: Path) -> None:
+    source, main, arguments = LACKING[message]
     bad(source)
     (tmp_path / "w.bare").touch()
     given = [str(folder / "hf") if argument == "SOURCE" else argument for argument in arguments]
-    with registered(), pytest.raises(ConfigError, match=said):
+    with registered(), pytest.raises(ConfigError, match=message):
         main(given)
 
 
