@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxdist.config import bounded, model
+from jaxdist.config import bounded, decoder
 from jaxdist.conftest import often
 from jaxdist.convert.kinds import torch_files, torch_leaves, torch_records
 from jaxdist.convert.kinds.torch_records import place
@@ -113,7 +113,7 @@ PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
     "layers without end": (
         "config",
         [(huggingface, "KEYS", huggingface.KEYS | {"layers": Key("num_hidden_layers", COUNT)}),
-         (model, "MOST_LAYERS", END)],
+         (decoder, "MOST_LAYERS", END)],
         "of each layer",
     ),
     "experts without end": (

@@ -216,7 +216,7 @@ def test_an_index_of_files_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for place in places:
         with pytest.raises(ConfigError, match=rf"{INDEX}: .* is outside of .*; give an index"):
             weights(place)
-    monkeypatch.setattr("jaxdist.formats.foreign.within", lambda folder, name: folder / name)
+    monkeypatch.setattr("jaxdist.formats.foreign.file_within", lambda folder, name: folder / name)
     for place in places:
         assert weights(place).read("norm.weight").shape == (32,)
 

@@ -162,7 +162,7 @@ def test_an_index_of_files_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in names:
         with pytest.raises(ConfigError, match=rf"{INDEX}: .*{re.escape(name)}' is outside of .*; give an index"):
             Tensors(shards(folder, name))
-    monkeypatch.setattr("jaxdist.formats.foreign.within", lambda folder, name: folder / name)
+    monkeypatch.setattr("jaxdist.formats.foreign.file_within", lambda folder, name: folder / name)
     for name in names:
         tensors = Tensors(shards(folder, name))
         assert tensors.read("b").shape == (3,)
