@@ -43,6 +43,11 @@ class PortRun(Run):
         """All that there are: a port's own steps keep what they like."""
         return ("weights", *state_kinds())
 
+    @property
+    def zero_gradients(self) -> tuple[str, ...]:
+        """None: the model is of no family."""
+        return ()
+
     def kinds(self, step: int, *kinds: str) -> dict[str, np.ndarray]:
         return {n: a for n, a in self.records[step].items() if n.partition("/")[0] in kinds}
 

@@ -43,7 +43,7 @@ MESHES = {
 
 
 def failed(a: Run, b: Run) -> list[str]:
-    noise = levels.Noise(a, a, a.zero_gradients)
+    noise = levels.Noise(a, a)
     return [check.name for check in levels.agreement("mathematics", "", a, b, noise) if not check.holds]
 
 
@@ -71,9 +71,9 @@ def assert_same_training(ours: Run, theirs: Run) -> None:
     assert failed(ours, theirs) == []
     assert [check for check in counted(theirs) if not check.holds] == []
     for step in (1, STEPS):
-        errors = bisect.errors(ours, theirs, step, ours.zero_gradients)
+        errors = bisect.errors(ours, theirs, step)
         assert sum(name.startswith("activation/") for name in errors) >= 20 and "activation/logits" in errors
-        assert bisect.exact(ours, theirs, step, 1e-10, ours.zero_gradients) is None
+        assert bisect.exact(ours, theirs, step, 1e-10) is None
 
 
 def test_a_mistake_is_found_against_transformers(runs: Runs) -> None:

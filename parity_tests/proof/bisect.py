@@ -4,7 +4,7 @@ A step is walked in the order in which its tensors arise: batch, weights, activa
 each module's output before its parameters; then the optimizer's stages, clip, moments, learning rate, update.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,7 +103,7 @@ def computation_order(record: Record) -> Iterator[str]:
         yield from (f"{kind}/{name}" for name in sorted(kinds.get(kind, []), key=owner))
 
 
-def errors(a: Run, b: Run, step: int, zero_gradients: Sequence[str] = ()) -> dict[str, float]:
+def errors(a: Run, b: Run, step: int) -> dict[str, float]:
     """The relative difference of every tensor of a recorded step, in order; infinite for what one side lacks.
 
     Activations are those that both have, since not every implementation has all modules, and kinds those of which
@@ -113,7 +113,7 @@ def errors(a: Run, b: Run, step: int, zero_gradients: Sequence[str] = ()) -> dic
     kinds = {key.partition("/")[0] for key in x} & {key.partition("/")[0] for key in y}
     lone = {key for key in x.keys() ^ y.keys() if key.startswith(PARTLY) or key.partition("/")[0] not in kinds}
     x, y = ({key: w for key, w in tensors.items() if key not in lone} for tensors in (x, y))
-    found = compare.states(x, y, zero_gradients)
+    found = compare.states(x, y, a.zero_gradients)
     order = [key for key in computation_order(y) if key in found]
     return {key: found[key] for key in [*order, *sorted(found.keys() - set(order))]}
 
@@ -129,19 +129,14 @@ def first(step: int, errors: Mapping[str, float], bounds: Mapping[str, float]) -
     return None
 
 
-def exact(a: Run, b: Run, step: int, noise: float, zero_gradients: Sequence[str] = ()) -> Divergence | None:
+def exact(a: Run, b: Run, step: int, noise: float) -> Divergence | None:
     """First difference of two float64 runs in a step; `noise` is the smallest bound of a tensor."""
-    found = errors(a, b, step, zero_gradients)
+    found = errors(a, b, step)
     return first(step, found, {tensor: max(compare.FLOOR.get(tensor, 0), noise) for tensor in found})
 
 
 def cost(
-    a: tuple[Run, Run],
-    b: tuple[Run, Run],
-    step: int,
-    limit: float,
-    roundings: tuple[float, float],
-    zero_gradients: Sequence[str] = (),
+    a: tuple[Run, Run], b: tuple[Run, Run], step: int, limit: float, roundings: tuple[float, float]
 ) -> Divergence | None:
     """First tensor in which one side of a policy loses more than `limit` times what the other does, each against its
     float64 run.
@@ -150,7 +145,7 @@ def cost(
     as better. Weights are stored; a single number that Adam sends the other way is chance too, so each is held to the
     most that both sides lose in any of them. What one side does not keep is passed over.
     """
-    x, y = (errors(run, run64, step, zero_gradients) for run, run64 in (a, b))
+    x, y = (errors(run, run64, step) for run, run64 in (a, b))
     x = {tensor: error for tensor, error in x.items() if tensor in y}
     worse, both = ({tensor: f(x[tensor], y[tensor]) for tensor in x} for f in (max, min))
     computed, stored = roundings

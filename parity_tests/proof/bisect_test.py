@@ -91,6 +91,7 @@ class Kept:
     """A run that keeps some tensors of a step, off by these relative errors."""
 
     off: dict[str, float]
+    zero_gradients: tuple[str, ...] = ()
 
     def tensors(self, _: int) -> dict[str, np.ndarray]:
         return {name: np.full(4, 1 + error) for name, error in self.off.items()}

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,6 @@ class Noise:
 
     run: Run
     perturbed: Run
-    zero_gradients: Sequence[str] = ()
 
     def curve(self, field: str) -> np.ndarray:
         """Largest relative difference of a field of metrics.jsonl until each step, times K, and at least its floor."""
@@ -98,7 +97,7 @@ class Noise:
         return max(self.gradients(recorded).values(), default=compare.STATE)
 
     def _bounds(self, a: Tensors, b: Tensors) -> dict[str, float]:
-        return compare.amplified(compare.states(a, b, self.zero_gradients))
+        return compare.amplified(compare.states(a, b, self.run.zero_gradients))
 
 
 def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[Check]:
@@ -125,10 +124,10 @@ def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[C
         floor = compare.FLOOR["learning_rate"]
         yield check(SCHEDULE, value, floor, floor, floor, f"step {when}")
     for step in sorted({*a.gradient_steps, *b.gradient_steps}):
-        gradients = compare.states(a.kept("gradient", step), b.kept("gradient", step), noise.zero_gradients)
+        gradients = compare.states(a.kept("gradient", step), b.kept("gradient", step), a.zero_gradients)
         yield closest(f"gradients at step {step}", gradients, noise.gradients(step))
     for kind in a.state_kinds:
-        if states := compare.states(a.kept_states(kind), b.kept_states(kind), noise.zero_gradients):
+        if states := compare.states(a.kept_states(kind), b.kept_states(kind), a.zero_gradients):
             yield closest(f"{kind} at the end", states, noise.states(kind))
 
 

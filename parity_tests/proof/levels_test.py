@@ -36,6 +36,7 @@ class StubRun:
     overflown: frozenset[int] = frozenset()
     summary: dict[str, Any] = field(default_factory=dict)
     state_kinds: tuple[str, ...] = ("weights", "exp_avg", "exp_avg_sq")
+    zero_gradients: tuple[str, ...] = ()
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -278,7 +278,7 @@ class Proof:
 
     @property
     def noise(self) -> levels.Noise:
-        return levels.Noise(self.done[JAX, "one"], self.done[JAX, "perturbed"], self.zero_gradients)
+        return levels.Noise(self.done[JAX, "one"], self.done[JAX, "perturbed"])
 
     @property
     def bounds(self) -> dict[int, float]:
@@ -432,7 +432,7 @@ class Proof:
     def look(self, comparison: Comparison, start: Path, steps: list[int]) -> list[Divergence | None]:
         """First difference of two float64 runs in each of `steps`."""
         a, b = (self.recorded(key, steps, start) for key in (comparison.a, comparison.b))
-        return [bisect.exact(a, b, s, self.noise.most(s), self.zero_gradients) for s in steps if s in b.records]
+        return [bisect.exact(a, b, s, self.noise.most(s)) for s in steps if s in b.records]
 
     def look_at_policy(self, start: Path, steps: list[int]) -> list[Divergence | None]:
         """First tensor, in each of `steps`, in which one side loses more than the policy explains."""
@@ -446,4 +446,4 @@ class Proof:
         limit = levels.LIMIT[precision.compute]
         roundings = levels.ROUNDING[precision.compute], levels.ROUNDING[precision.parameters]
         common = [step for step in steps if step in b[0].records]
-        return [bisect.cost(a, b, step, limit, roundings, self.zero_gradients) for step in common]
+        return [bisect.cost(a, b, step, limit, roundings) for step in common]

@@ -52,9 +52,9 @@ def test_both_sides_record_the_same(runs: Runs, model: str, settings: dict[str, 
         kept = {key for key in a.records[step] if not key.startswith("scalar/")}
         # torch calls a module for learned positions, JAX adds their table
         assert kept == b.records[step].keys()
-        found = bisect.errors(a, b, step, a.zero_gradients)
+        found = bisect.errors(a, b, step)
         assert len(found) == len(kept) + 3 and max(found.values()) < NOISE, found
-        assert bisect.exact(a, b, step, NOISE, a.zero_gradients) is None
+        assert bisect.exact(a, b, step, NOISE) is None
 
 
 @pytest.mark.parametrize("field", often(CULPRITS, CULPRITS.keys() - ALIKE))
