@@ -21,6 +21,12 @@ def build(model: Model) -> nn.Module:
     return made
 
 
+def declared(model: Model) -> nn.Module:
+    """The module of a config on the meta device: names, shapes and dtypes without values."""
+    with torch.device("meta"):
+        return build(model)
+
+
 def module_of(model: Model) -> Callable[[Model], nn.Module]:
     """The class of a config's module. Raises ConfigError where a plugin's family has none on torch's side."""
     twin(JAX_FAMILIES, FAMILIES, model.family, "register_family")

@@ -18,7 +18,7 @@ from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import dtype_of, walked, without_numbers
 from jaxdist.formats.torch_pickles import PICKLES, rehearse
 from jaxdist.formats.torch_zips import is_zip, open_zip
-from torch_ref.families.models import build
+from torch_ref.families.models import declared
 from torch_ref.formats import distributed
 from torch_ref.formats.arrays import to_numpy
 from torch_ref.parallel.weights import model_tensors
@@ -54,8 +54,7 @@ def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
 
 def shapes(model: Model) -> dict[str, Shape]:
     """Shapes of a model's parameters, as in jaxdist: all layers in one."""
-    with torch.device("meta"):
-        return stacked(model, {name: tuple(tensor.shape) for name, tensor in model_tensors(build(model))})
+    return stacked(model, {name: tuple(tensor.shape) for name, tensor in model_tensors(declared(model))})
 
 
 READER = Reader(load, leaf, distributed.weights, shapes)

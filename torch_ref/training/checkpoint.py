@@ -24,7 +24,7 @@ from jaxdist.formats.dcp_index import EXPERIMENT, read_index
 from jaxdist.formats.opening import opened
 from jaxdist.formats.sources import located
 from jaxdist.runs.checkpoints import Saves, complete_checkpoint, publish, thin, unfinished
-from torch_ref.families.models import build
+from torch_ref.families.models import declared
 from torch_ref.formats import hf
 from torch_ref.formats.distributed import Reader, load, read_full, reading
 from torch_ref.formats.finite import check_read, check_resumed, check_start
@@ -101,9 +101,7 @@ def is_own(path: Path) -> bool:
     if not (path / EXPERIMENT).exists():
         return False
     names = read_index(path).state_dict_metadata
-    with torch.device("meta"):
-        model = build(read_experiment(path).model)
-    return all(f"model.{name}" in names for name, _ in model_tensors(model))
+    return all(f"model.{name}" in names for name, _ in model_tensors(declared(read_experiment(path).model)))
 
 
 def load_weights(path: Path, model: nn.Module, config: Model, theirs: Model) -> None:

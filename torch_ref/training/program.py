@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist.config import Experiment
-from torch_ref.families.models import build
+from torch_ref.families.models import declared
 from torch_ref.training.optim import Optimizer
 from torch_ref.training.parallelize import parallelize
 
@@ -32,13 +32,11 @@ class Program:
     @cached_property
     def unsharded(self) -> nn.Module:
         """The model on the meta device, not laid out."""
-        with torch.device("meta"):
-            return build(self.experiment.model)
+        return declared(self.experiment.model)
 
     def allocate(self) -> TrainState:
         """The model laid out over the mesh and its optimizer; neither holds values yet."""
-        with torch.device("meta"):
-            plain = build(self.experiment.model)
-        dtype = getattr(torch, str(self.experiment.precision.parameters))
-        model = parallelize(plain.to(dtype), self.experiment, self.mesh)
-        return TrainState(model, Optimizer(model, self.experiment, self.mesh))
+        e, mesh = self.experiment, self.mesh
+        plain = declared(e.model).to(getattr(torch, str(e.precision.parameters)))
+        model = parallelize(plain, e, mesh)
+        return TrainState(model, Optimizer(model, e, mesh))
