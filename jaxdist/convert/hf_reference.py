@@ -15,7 +15,7 @@ MAJOR = 5  # of the releases that were tested
 INCOMPLETE = ("missing_keys", "mismatched_keys", "error_msgs")
 
 
-def installed() -> Any:
+def load_transformers() -> Any:
     """transformers, imported with errors alone in its log and with the Hub offline, unless the user has chosen
     otherwise: kernels and other files that a folder refers to there are not fetched.
 
@@ -32,7 +32,7 @@ def installed() -> Any:
 
 def knows(folder: Path) -> bool:
     """Whether transformers has a class for the model_type of a folder; of a family from outside it need not."""
-    return read_json(folder / "config.json").get("model_type") in installed().CONFIG_MAPPING
+    return read_json(folder / "config.json").get("model_type") in load_transformers().CONFIG_MAPPING
 
 
 def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
@@ -40,7 +40,7 @@ def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
 
     Raises TrainingError where transformers cannot read it.
     """
-    images, transformers = inputs.ndim == 4, installed()
+    images, transformers = inputs.ndim == 4, load_transformers()
     kind = transformers.AutoModelForImageClassification if images else transformers.AutoModelForCausalLM
     transformers.utils.logging.disable_progress_bar()
     here = {"trust_remote_code": False, "local_files_only": True}

@@ -172,7 +172,7 @@ def logits_and_program(path: Path, content: Content, inputs: np.ndarray) -> tupl
     if is_hf(path):
         try:
             hf_reference = import_module("jaxdist.convert.hf_reference")
-            hf_reference.installed()
+            hf_reference.load_transformers()
         except ModuleNotFoundError as error:
             if error.name not in ("torch", "transformers"):
                 raise
