@@ -298,9 +298,19 @@ FAMILY_CLASSES = {"Llama", "GPT2", "Mixture", "Mixtral", "ResNet", "Decoder", "R
 FAMILY_FIELDS = {name for row in FAMILIES.values() for name in row.config.model_fields} - {"family", "tied"}
 
 
-def classes_asked_for(file: Path) -> set[str]:
+Trees = Mapping[str, ast.AST]
+
+
+@pytest.fixture(scope="module")
+def outside() -> Trees:
+    """Syntax trees of the modules outside `families`, by path."""
+    files = [file for package in FLOORS for file in source_files(package) if "families" not in file.parts]
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+def classes_asked_for(tree: ast.AST) -> set[str]:
     """Class names that a module passes to `isinstance` or `issubclass`, compares types with, or matches."""
-    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    nodes = list(ast.walk(tree))
     calls = (node for node in nodes if isinstance(node, ast.Call) and len(node.args) == 2)
     tests = [call.args[1] for call in calls if ast.unparse(call.func) in ("isinstance", "issubclass")]
     tests += [part for node in nodes if isinstance(node, ast.Compare) for part in node.comparators]
@@ -310,22 +320,20 @@ def classes_asked_for(file: Path) -> set[str]:
     return names | {node.attr for node in inner if isinstance(node, ast.Attribute)}
 
 
-def test_nothing_outside_families_asks_for_a_family_by_class() -> None:
-    files = [file for package in FLOORS for file in source_files(package) if "families" not in file.parts]
-    assert {str(file): found for file in files if (found := classes_asked_for(file) & FAMILY_CLASSES)} == {}
+def test_nothing_outside_families_asks_for_a_family_by_class(outside: Trees) -> None:
+    assert {name: found for name, tree in outside.items() if (found := classes_asked_for(tree) & FAMILY_CLASSES)} == {}
 
 
-def families_compared(file: Path) -> set[str]:
+def families_compared(tree: ast.AST) -> set[str]:
     """Names of families with which a module compares something, or by which it matches it."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
     compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.MatchValue)]
     constants = {node.value for part in compared for node in ast.walk(part) if isinstance(node, ast.Constant)}
     return {value for value in constants if isinstance(value, str)} & FAMILIES.keys()
 
 
-def families_keyed(file: Path) -> set[str]:
+def families_keyed(tree: ast.AST) -> set[str]:
     """Names of families that are keys of a module's tables."""
-    tables = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Dict))
+    tables = (node for node in ast.walk(tree) if isinstance(node, ast.Dict))
     keys = {key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)}
     return {key for key in keys if isinstance(key, str)} & FAMILIES.keys()
 
@@ -334,28 +342,24 @@ def families_keyed(file: Path) -> set[str]:
 CATALOGS = {"parity_tests/runs/cases.py", "parity_tests/validation/detection.py", "parity_tests/validation/loops.py"}
 
 
-def test_nothing_outside_families_asks_for_a_family_by_name() -> None:
-    files = [file for package in FLOORS for file in source_files(package) if "families" not in file.parts]
-    assert {str(file): found for file in files if (found := families_compared(file))} == {}
-    others = [file for file in files if str(file.relative_to(ROOT)) not in CATALOGS]
-    assert {str(file): found for file in others if (found := families_keyed(file))} == {}
+def test_nothing_outside_families_asks_for_a_family_by_name(outside: Trees) -> None:
+    assert {name: found for name, tree in outside.items() if (found := families_compared(tree))} == {}
+    others = {name: tree for name, tree in outside.items() if name not in CATALOGS}
+    assert {name: found for name, tree in others.items() if (found := families_keyed(tree))} == {}
 
 
-def test_a_question_for_a_name_is_found(tmp_path: Path) -> None:
+def test_a_question_for_a_name_is_found() -> None:
     lines = (
         "a = m.family == 'gpt2', 'llama' != f, name in ('mixtral', *more)",
         "match x:\n    case 'qwen3_moe' | 'b': pass",
         "c = {'family': 'resnet'}",
     )
-    (tmp_path / "module.py").write_text("\n".join(lines))
-    assert families_compared(tmp_path / "module.py") == {"gpt2", "llama", "mixtral", "qwen3_moe"}
-    (tmp_path / "module.py").write_text("A = {'a': {'llama': 1, **more, key: 'gpt2'}}[m.family]")
-    assert families_keyed(tmp_path / "module.py") == {"llama"}
+    assert families_compared(ast.parse("\n".join(lines))) == {"gpt2", "llama", "mixtral", "qwen3_moe"}
+    assert families_keyed(ast.parse("A = {'a': {'llama': 1, **more, key: 'gpt2'}}[m.family]")) == {"llama"}
 
 
-def fields_asked_for(file: Path) -> set[str]:
+def fields_asked_for(tree: ast.AST) -> set[str]:
     """Fields of families of which a module asks whether, or with which value, a model has them."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) >= 2)
     probes = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr")]
     names = [name for model, name, *_ in probes if MODEL.search(ast.unparse(model))]
@@ -368,25 +372,22 @@ MODEL = re.compile(r"(^|\.)(m|model)$")
 FIELDS = re.compile(r"(?<!type\(self\))\.model_fields$")  # of another object than the section itself
 
 
-def test_nothing_outside_families_probes_a_model_for_a_field() -> None:
-    files = [file for package in FLOORS for file in source_files(package) if "families" not in file.parts]
-    assert {str(file): found for file in files if (found := fields_asked_for(file))} == {}
+def test_nothing_outside_families_probes_a_model_for_a_field(outside: Trees) -> None:
+    assert {name: found for name, tree in outside.items() if (found := fields_asked_for(tree))} == {}
 
 
-def test_a_probe_for_a_field_is_found(tmp_path: Path) -> None:
+def test_a_probe_for_a_field_is_found() -> None:
     lines = (
         "a = getattr(e.model, 'experts', 0), hasattr(model, 'gelu')",
         "b = getattr(module, 'bias'), getattr(m, name), 'block' in type(self).model_fields",
         "c = 'kv_heads' not in type(m).model_fields",
     )
-    (tmp_path / "module.py").write_text("\n".join(lines))
-    assert fields_asked_for(tmp_path / "module.py") == {"experts", "gelu", "kv_heads"}
+    assert fields_asked_for(ast.parse("\n".join(lines))) == {"experts", "gelu", "kv_heads"}
 
 
-def test_a_question_for_a_class_is_found(tmp_path: Path) -> None:
+def test_a_question_for_a_class_is_found() -> None:
     lines = (
         "a = isinstance(x, Llama | config.GPT2), issubclass(c, Mixture), type(x) is Rotary",
         "match x:\n    case ResNet(): pass",
     )
-    (tmp_path / "module.py").write_text("\n".join(lines))
-    assert classes_asked_for(tmp_path / "module.py") == {"Llama", "GPT2", "config", "Mixture", "Rotary", "ResNet"}
+    assert classes_asked_for(ast.parse("\n".join(lines))) == {"Llama", "GPT2", "config", "Mixture", "Rotary", "ResNet"}
