@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 def check_rows(e: "Experiment", axes: Mapping[str, int]) -> None:
     """Raises ConfigError where the mesh does not divide the batch."""
     train, devices = e.train, math.prod(axes[axis] for axis in BATCH)
-    images = e.model.input_kind == "images"
-    rows = "images" if images else "sequences"
     if train.batch % (devices * train.accumulation):
         named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
         least = devices * train.accumulation
@@ -25,9 +23,9 @@ def check_rows(e: "Experiment", axes: Mapping[str, int]) -> None:
         fix = f"use a multiple of {least}, as train.batch = {batch}{with_changes(others, 'train.batch')}"
         if e.pinned & {"train.batch", *others}:
             mesh = f"use --mesh {resized(axes, ('data', 'fsdp'), train.batch // train.accumulation)}"
-            fix = mesh if images else divisibility_fix(e, axes, BATCH, "batch", least)
+            fix = mesh if e.model.input_kind == "images" else divisibility_fix(e, axes, BATCH, "batch", least)
         raise ConfigError(
-            f"train.batch = {train.batch} {rows} cannot be divided over {named} = {devices} devices and "
+            f"train.batch = {train.batch} {e.model.sample_unit} cannot be divided over {named} = {devices} devices and "
             f"train.accumulation = {train.accumulation} microbatches; {fix}"
         )
 

@@ -19,6 +19,7 @@ class ImageModel(Model):
     """Fields of every image classifier."""
 
     input_kind: ClassVar[Literal["tokens", "images"]] = "images"
+    sample_unit: ClassVar[str] = "images"
     free: ClassVar[frozenset[str]] = Model.free | {"image"}
     tied: ClassVar[bool] = False
 

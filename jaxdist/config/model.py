@@ -25,12 +25,13 @@ class Size(NamedTuple):
 
 
 class Model(Section):
-    """Fields of every model. `input_kind` is the kind of its training data.
+    """Fields of every model. `input_kind` is the kind of its training data, `sample_unit` what rows of a batch are.
 
     `free`: fields in which a model may differ from weights of it: how they were drawn and are trained.
     """
 
     input_kind: ClassVar[Literal["tokens", "images"]] = "tokens"
+    sample_unit: ClassVar[str] = "sequences"
     free: ClassVar[frozenset[str]] = frozenset({"init_std"})
 
     if TYPE_CHECKING:  # fields, properties or class variables of a family's own class

@@ -142,9 +142,8 @@ def none_fits(e: Experiment, devices: int, hardware: Hardware) -> Exception:
             if any(plan.fits for plan in plans):
                 divides = any(True for shape in shapes for _ in tried(e, shape, hardware))
                 how = f"{devices} devices so that a step fits in {USABLE:.0%} of {room} each"
-                unit = "sequences" if e.model.input_kind == "tokens" else "images"
                 return ConfigError(
-                    f"train.batch = {e.train.batch} {unit} cannot be divided over "
+                    f"train.batch = {e.train.batch} {e.model.sample_unit} cannot be divided over "
                     f"{how if divides else f'any mesh of {devices} devices'}; use --train.batch {batch}"
                 )
             peaks += [plan.memory["peak"] for plan in plans]
