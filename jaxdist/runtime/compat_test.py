@@ -15,9 +15,14 @@ NAMES = {
 }
 
 
+def check_exists(module: str, name: str, compat: str) -> None:
+    """Raises AssertionError, naming the module `compat` to mend, unless `module` has the dotted `name`."""
+    found = import_module(module)
+    for part in name.split("."):
+        assert hasattr(found, part), f"{module}.{name} is gone; find its successor in {compat}"
+        found = getattr(found, part)
+
+
 @pytest.mark.parametrize("module", NAMES)
 def test_a_private_name_exists(module: str) -> None:
-    found = import_module(module)
-    for name in NAMES[module].split("."):
-        assert hasattr(found, name), f"{module}: {NAMES[module]} is gone; find its successor in {COMPAT}"
-        found = getattr(found, name)
+    check_exists(module, NAMES[module], COMPAT)

@@ -1,9 +1,9 @@
 """The private names of torch that the code uses exist. `parity_tests/private_names_test.py` checks that only `compat`
 modules use them."""
 
-from importlib import import_module
-
 import pytest
+
+from jaxdist.runtime.compat_test import check_exists
 
 COMPAT = "jaxdist/convert/kinds/torch_compat.py"
 NAMES = {
@@ -18,4 +18,4 @@ NAMES = {
 def test_private_names_exist(module: str) -> None:
     pytest.importorskip("torch")
     for name in NAMES[module]:
-        assert hasattr(import_module(module), name), f"{module}.{name} is gone; find its successor in {COMPAT}"
+        check_exists(module, name, COMPAT)
