@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jaxdist.command_line.arguments import Arguments, parse
 from jaxdist.config import Experiment, check_validation, diverged, exit_codes, overflown
 from jaxdist.config.errors import LESS, in_device_memory
-from jaxdist.data import Batch, Dataset, Split, Targets, dataset_of, in_steps, microbatch_order
+from jaxdist.data import Dataset, Split, Targets, dataset_of, in_steps, microbatch_order
 from jaxdist.formats.dcp_index import INDEX
 from jaxdist.formats.opening import opening_once, release
 from jaxdist.formats.origin import begin
@@ -38,6 +38,7 @@ from torch_ref.parallel.weights import draw, fill
 from torch_ref.runtime import launch
 from torch_ref.training import checkpoint, metrics
 from torch_ref.training.elementwise import check_elementwise
+from torch_ref.training.inputs import INPUTS
 from torch_ref.training.optim import rule_of
 from torch_ref.training.parallelize import check_compile, check_offload
 from torch_ref.training.program import Program, TrainState
@@ -247,8 +248,7 @@ def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:
 
 
 def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Rows:
-    """This rank's part of the global batch: 1/n of every microbatch over the axes BATCH and, of tokens, its times over
-    `context`."""
+    """This rank's part of the global batch: 1/n of every microbatch over the axes BATCH and of times over `context`."""
     size = experiment.train.batch
     rank, ranks = rank_over(mesh, *BATCH)
     rows = microbatch_order(size, ranks, experiment.train.accumulation)[
@@ -258,11 +258,11 @@ def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int,
         batch = dataset.batch(step, size, experiment.train.seed, rows=rows)
     else:
         batch = dataset.pass_over(split, step, size, rows)
-    if isinstance(batch, Batch):
-        own = context(experiment, mesh).own(experiment.data.sequence)
-        batch = Batch(*(x[:, own].astype(np.int64) for x in batch))
-    inputs, targets = (torch.from_numpy(x).to(mesh.device_type) for x in batch)
-    return Rows(inputs, targets.long())
+    kind = INPUTS[experiment.model.input_kind]
+    own = (slice(None), context(experiment, mesh).own(experiment.data.sequence)) if kind.has_times else ...
+    dtypes = kind.dtype, np.int64
+    arrays = (x[own].astype(dtype, copy=False) for x, dtype in zip(batch, dtypes, strict=True))
+    return Rows(*(torch.from_numpy(x).to(mesh.device_type) for x in arrays))
 
 
 def validation_loss(run: Run, state: TrainState) -> float | None:

@@ -1,4 +1,7 @@
-"""Kinds of inputs, a row each: types, shapes and PartitionSpecs of batches and of logits."""
+"""Kinds of inputs, a row each: types, shapes and PartitionSpecs of batches and of logits.
+
+Twin: torch_ref/training/inputs.py.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

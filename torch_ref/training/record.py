@@ -27,6 +27,7 @@ from torch_ref.parallel.context import TIME, context
 from torch_ref.parallel.mesh import BATCH, rank_over
 from torch_ref.parallel.pipeline import parts_of
 from torch_ref.parallel.weights import local, model_tensors, named, place
+from torch_ref.training.inputs import INPUTS
 from torch_ref.training.program import Program, TrainState
 from torch_ref.training.step import Rows, Watch
 
@@ -40,7 +41,8 @@ SPLIT = 2
 
 
 def gathered(tensors: dict[str, Tensor]) -> Arrays:
-    """Parameters, or what is laid out as they are, whole on the first rank; empty on the others. Called by all.
+    """Unsharded parameters, or tensors that are laid out as they are, on the first rank; empty on the others. Called by
+    all.
 
     A rank may lack tensors that others hold; a piece that several hold comes from the first of them.
     """
@@ -80,16 +82,16 @@ class Taps:
     """Within `installed`, notes what modules return and, once it is known, its gradient, microbatch by microbatch; of a
     loss in chunks the logits of each."""
 
-    def __init__(self, of_times: bool = True, keep: Callable[[Tensor], Tensor] = copy) -> None:
-        """`of_times`: whether activations are [B, T, ...]; `keep`: what of a tensor is noted."""
-        self.of_times, self.keep = of_times, keep
+    def __init__(self, has_times: bool = True, keep: Callable[[Tensor], Tensor] = copy) -> None:
+        """`has_times`: whether activations are [B, T, ...]; `keep`: what of a tensor is noted."""
+        self.has_times, self.keep = has_times, keep
         self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.gradients: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.open = False  # a block that is recomputed in the backward pass is not noted again
 
     def note(self, name: str, y: Tensor) -> None:
         """Note `y` under `name`, and its gradient when it is known."""
-        if not self.open or (self.of_times and y.ndim < 3):  # not over the batch: learned positions
+        if not self.open or (self.has_times and y.ndim < 3):  # not over the batch: learned positions
             return
         part = len(self.noted[name])
         self.noted[name].append(self.keep(y))
@@ -130,7 +132,7 @@ def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | Non
     Called by all ranks; the step must not update.
     """
     config: Any = parts_of(model)[0].config
-    taps, gradients = Taps(config.input_kind == "tokens", largest), dict[str, Tensor]()
+    taps, gradients = Taps(INPUTS[config.input_kind].has_times, largest), dict[str, Tensor]()
 
     def watch(stage: str) -> None:
         if stage == "gradient":
@@ -181,7 +183,7 @@ class Recorder:
         plan = FAMILIES[experiment.model.family].plan
         self.sliced = OF_HEADS | {name.rpartition(".")[2] for name, style in plan.items() if style in SLICED}
         self.every = experiment.record.tensors == "all"
-        self.images = experiment.model.input_kind == "images"
+        self.inputs = INPUTS[experiment.model.input_kind]
         self.order = microbatch_order(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)
         over = context(experiment, mesh)
         self.times = over.order(experiment.data.sequence)
@@ -202,14 +204,14 @@ class Recorder:
             yield lambda stage: None
             return
         kinds: dict[str, Arrays] = {}
-        taps, scale = Taps(not self.images), self.optimizer.scaler.get_scale()
+        taps, scale = Taps(self.inputs.has_times), self.optimizer.scaler.get_scale()
 
         def watch(stage: str) -> None:
             kinds[stage] = gathered({n: p.grad for n, p in named(self.model) if p.grad is not None})
 
         if self.every:
-            parts = ("images" if self.images else "tokens", [batch.inputs]), ("targets", [batch.targets])
-            kinds["batch"] = self.joined(dict(parts))
+            parts = zip(self.inputs.batch._fields, batch, strict=True)
+            kinds["batch"] = self.joined({name: [rows] for name, rows in parts})
             kinds["start"] = gathered(dict(model_tensors(self.model)))
         with taps.installed(self.model) if self.every else nullcontext():
             yield watch
@@ -242,7 +244,7 @@ class Recorder:
         for at, arrays in found:
             ranks.setdefault(at, {}).update(arrays)
         order = np.argsort(self.order)
-        if self.images:
+        if not self.inputs.has_times:
             rows_of = {n: np.concatenate([p for r in range(ways) for p in ranks[r, 0, 0][n]]) for n in parts}
             return {n: a[order] for n, a in rows_of.items()}
         over, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
