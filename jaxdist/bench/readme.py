@@ -77,7 +77,7 @@ def table(header: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 def ratio_table(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
     """A row for each; median, and lowest and highest of its pairs."""
     rows = ((f.name, str(f), goal(f), ", ".join(f"{n} {number(v)}" for n, v in f.beside.items())) for f in figures)
-    yield table((heading, "median (lowest to highest)", "goal", "of"), rows)
+    yield table((heading, "median (lowest to highest)", "goal", "measured"), rows)
 
 
 def fact_table(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
@@ -94,7 +94,7 @@ def exact(figure: Figure) -> str:
 def start_table(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
     """Seconds of each stage, of a start that compiles and one that loads; and their ratio."""
     rows = ((stage, number(cold.median), number(warm.median)) for stage, (cold, warm) in start.stages(figures).items())
-    yield table((heading, "nothing kept", "compiled before"), rows)
+    yield table((heading, "cold cache", "warm cache"), rows)
     yield from ratio_table("a second start", [figure for figure in figures if figure.goal])
 
 
