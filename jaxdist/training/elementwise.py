@@ -19,19 +19,19 @@ TOLERANCE = 1e-4  # of the largest update, in float32
 
 
 def check_elementwise(o: Optimizer) -> None:
-    """Raises ConfigError for a plugin's rule of an elementwise row that updates half of a parameter otherwise than in
-    the whole."""
+    """Raises ConfigError for a plugin's rule of an elementwise row that updates half of a parameter, taken
+    alone, otherwise than within the full one."""
     if OPTIMIZERS.built_in(o.name) or not o.elementwise or is_elementwise(o):
         return
     raise ConfigError(
-        f"{named(OPTIMIZERS, o.name)}: its rule is not elementwise, as it updates half of a matrix otherwise than in "
-        "the whole, and so would depend on the mesh; register it with elementwise = False and let it take means and "
-        "whole matrices from its parameter (ShardedParam.mean and by_matrix)"
+        f"{named(OPTIMIZERS, o.name)}: its rule is not elementwise, as it updates half of a matrix, taken alone, "
+        "otherwise than within the full one, and so would depend on the mesh; register it with elementwise = False and "
+        "let it take means and full matrices from its parameter (ShardedParam.mean and by_matrix)"
     )
 
 
 def is_elementwise(o: Optimizer) -> bool:
-    """Whether the rule of an optimizer updates both halves of parameters as it updates the whole, along every
+    """Whether the rule of an optimizer updates both halves of parameters as it updates full parameters, along every
     dimension."""
     rng = np.random.default_rng(0)
     weights, *gradients = (rng.standard_normal(SHAPE).astype(np.float32) for _ in range(1 + len(SCALES)))

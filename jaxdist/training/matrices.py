@@ -1,9 +1,9 @@
-"""Operations of update rules on a sharded parameter: means over dimensions, and functions of its whole matrices.
+"""Operations of update rules on a sharded parameter: means over dimensions, and functions of its unsharded matrices.
 
-| asked | sends, of n devices |
+| operation | sends, of n devices |
 |---|---|
-| `mean` | all-reduce of what is left, over the axes that split what it is taken over |
-| `by_matrix` | two all-to-alls of the piece, x(n-1)/n each: a device is given 1/n of the matrices and gives them back |
+| `mean` | all-reduce of the result, over the axes that split the dimensions of the mean |
+| `by_matrix` | two all-to-alls of the piece, x(n-1)/n each: a device receives 1/n of the matrices and sends them back |
 """
 
 import math
@@ -25,10 +25,7 @@ LEAST = 1e-7  # a norm that is divided by
 @dataclass(frozen=True)
 class ShardedParam:
     """A parameter as an update rule sees it: `weights` is this device's shard, also over fsdp if `sharded`. Products of
-    its matrices are computed in `dtype`.
-
-    Products of its matrices are computed in `dtype`.
-    """
+    its matrices are computed in `dtype`."""
 
     spec: ParamSpec
     sharded: bool

@@ -82,7 +82,7 @@ def accumulated(program: Program, closed: Any) -> int:
     # A carry leaves the scan in the shape of one iteration, stacked outputs with an axis more; parameters differ by
     # version.
     ends = zip(scan.outvars, scan.params["jaxpr"].jaxpr.outvars, strict=True)
-    carried = [whole.aval for whole, one in ends if whole.aval.shape == one.aval.shape]
+    carried = [out.aval for out, one in ends if out.aval.shape == one.aval.shape]
     mesh, sharded = axes_of(program.mesh), program.strategy.gradients
     shapes = {spec.local_shape(mesh, sharded) for spec in program.param_specs.values()}
     # Single numbers are the loss and, where a model has such, counts.

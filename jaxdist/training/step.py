@@ -199,10 +199,10 @@ class Step:
     def norm(self, gradients: Arrays) -> jax.Array:
         """Global L2 norm []: each sum of squares is added over exactly the axes that split the gradient."""
         alike: dict[frozenset[str], list[jax.Array]] = {}
-        for g in gradients.values():  # axes of one device aside: fewer sums are fewer kernels to compile
+        for g in gradients.values():  # without axes of one device: fewer sums are fewer kernels to compile
             split = frozenset(axis for axis in varying_axes(g) if lax.axis_size(axis) > 1)
             alike.setdefault(split, []).append(at_least_f32(g))
-        sums = [sum_of_squares(of) for of in alike.values()]
+        sums = [sum_of_squares(arrays) for arrays in alike.values()]
         return jnp.sqrt(sum(lax.psum(total, tuple(sorted(varying_axes(total)))) for total in sums))
 
     def shard_params(self, parameters: Arrays) -> Arrays:

@@ -21,22 +21,22 @@ TOLERANCE = 1e-4  # of the largest update, in float32
 
 
 def check_elementwise(o: Config, device: str = "cpu") -> None:
-    """Raises ConfigError for a plugin's optimizer that asks for no `pieces` and updates half of a parameter otherwise
-    than in the whole, on a kind of device."""
+    """Raises ConfigError for a plugin's optimizer that asks for no `pieces` and updates half of a parameter, taken
+    alone, otherwise than within the full one, on a kind of device."""
     if OPTIMIZERS.built_in(o.name) or rule_of(o).pieces:
         return
     with running(OPTIMIZERS, o.name, "optimizer"):
         if is_elementwise(o, device):
             return
     raise ConfigError(
-        f"{named(OPTIMIZERS, o.name)}: it is not elementwise, as it updates half of a matrix otherwise than in the "
-        "whole, and so would depend on the mesh; register it with pieces = True and let it take means and whole "
+        f"{named(OPTIMIZERS, o.name)}: it is not elementwise, as it updates half of a matrix, taken alone, otherwise "
+        "than within the full one, and so would depend on the mesh; register it with pieces = True and let it take means and full "
         "matrices from its argument pieces (torch_ref.training.matrices.Pieces)"
     )
 
 
 def is_elementwise(o: Config, device: str = "cpu") -> bool:
-    """Whether an optimizer updates both halves of parameters as it updates the whole, along every dimension."""
+    """Whether an optimizer updates both halves of parameters as it updates full parameters, along every dimension."""
     made = torch.Generator().manual_seed(0)
     weights, *gradients = (torch.randn(SHAPE, generator=made).to(device) for _ in range(1 + len(SCALES)))
     gradients = [scale * g for scale, g in zip(SCALES, gradients, strict=True)]

@@ -1,6 +1,6 @@
 """Adafactor and Muon over pieces of parameters: torch's formulas, with means and matrices of full parameters.
 
-torch's own classes take what they are given for whole. Here a mean is all-reduced over the axes that split what it is
+torch's own classes take their parameters for unsharded. Here a mean is all-reduced over the axes that split what it is
 taken over, and a matrix gathered by each rank that has a piece of it.
 """
 

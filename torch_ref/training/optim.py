@@ -54,10 +54,7 @@ def learning_rate(o: Config, steps: int, step: int) -> float:
 
 def clip(parameters: Iterable[nn.Parameter], largest: float, norm: Tensor | None = None) -> Tensor:
     """Scale gradients by min(1, largest / (norm + 1e-6)), as `clip_grad_norm_` does; `largest` = 0 disables it. Returns
-    the global L2 norm before the clip: `norm`, if gradients are spread over stages.
-
-    Returns the global L2 norm before the clip: `norm`, where they are not all here.
-    """
+    the global L2 norm before the clip: `norm`, if gradients are spread over stages."""
     parameters = list(parameters)
     if norm is None:
         norm = global_norm(p.grad for p in parameters if p.grad is not None)
@@ -172,7 +169,7 @@ class Optimizer:
     """An update rule over this rank's shards of parameters, with its state by parameter name.
 
     Decay on parameters of two or more dimensions. The update is elementwise, so it runs on plain local tensors under
-    every strategy. With ZeRO-1 a rank of the axis `fsdp` holds the state of, and updates, some whole parameters, and
+    every strategy. With ZeRO-1 a rank of the axis `fsdp` holds the state of, and updates, some full parameters, and
     sends them to the others (arXiv:1910.02054, by parameter instead of by slice).
     """
 

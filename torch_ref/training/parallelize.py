@@ -81,7 +81,7 @@ def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.M
 class Replicated(ParallelStyle):
     """Parameters replicated on every tensor rank, as DTensors, so that the clip sees all parameters on one mesh.
 
-    `layout` says how the ranks' plain inputs and outputs belong together: whole, or a slice of heads or times each;
+    `layout`: placement of the ranks' plain inputs and outputs: replicated, or a slice of heads or times each;
     `outputs`, where given, how the outputs are laid out anew. With `local` False the output stays a DTensor, for a tied
     head to multiply with the embedding's.
     """
@@ -137,7 +137,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     if missing := row.unplanned(matrices):
         raise ConfigError(
             f"{named(FAMILIES, row.name)}: tensor has no style for {', '.join(missing)}, which the mesh axis tensor = "
-            f"{mesh.size()} splits; give each one of {', '.join(STYLES)}, or '' to keep it whole, or use a mesh "
+            f"{mesh.size()} splits; give each one of {', '.join(STYLES)}, or '' to replicate it, or use a mesh "
             "without that axis"
         )
     between: Placement = Shard(1) if sequence else Replicate()

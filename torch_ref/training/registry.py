@@ -28,7 +28,7 @@ class UpdateRule:
     counts: bool = False
     """Whether it counts its updates in `step` by itself."""
     pieces: bool = False
-    """Whether it asks for `pieces` (`torch_ref.training.matrices.Pieces`), as it looks at whole matrices."""
+    """Whether it asks for `pieces` (`torch_ref.training.matrices.Pieces`), as it needs full matrices."""
     groups: Groups = BY_DECAY
     """Parameters of each group, and its own settings."""
 

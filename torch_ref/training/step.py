@@ -52,7 +52,7 @@ Watch = Callable[[str], None]
 def train_step(program: Program, state: TrainState, batch: Rows, step: int, watch: Watch) -> Values:
     """Accumulate -> unscale -> clip -> update, if loss and norm are finite and the step is not to be skipped.
 
-    `watch` is called when every `.grad` is the whole `gradient`, and when `clipped`.
+    `watch` is called when every `.grad` is the complete `gradient`, and when `clipped`.
 
     The loss is the sum of cross-entropy over the global batch divided by its number of valid tokens, known
     before the first microbatch: uneven microbatches and ranks weigh as their tokens do. A mean per rank,
