@@ -23,7 +23,7 @@ def sums(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> Sent:
     one for the embedding, one for the head, and three numbers a token for the loss. Under sequence parallelism each is
     a reduce-scatter and an all-gather, 2A(n-1)/n as before, and a block computed again gathers two more, A(n-1)/n each.
     A stage's forward pass by itself has two a block, and the embedding's; the loss computed again takes two numbers.
-    Gradients of parameters that are whole on each tensor device are summed too.
+    Gradients of parameters that are replicated over tensor are summed too.
     """
     e, tensor, p = experiment, mesh["tensor"], passes(experiment, mesh)
     compute = ITEMSIZE[str(e.precision.compute)]
@@ -50,7 +50,7 @@ def sums(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> Sent:
 
 
 def partial_over_tensor(experiment: Experiment, spec: ParamSpec) -> bool:
-    """Whether each tensor device holds the whole parameter and uses it for its own heads or times alone."""
+    """Whether the parameter is replicated over tensor and each device uses it for its own heads or times alone."""
     sequence = experiment.parallel.sequence and "tensor" not in spec.mesh_axes(False)
     return sequence or "head_dim" in spec.axes
 

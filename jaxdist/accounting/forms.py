@@ -79,7 +79,7 @@ def footprint(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh, platf
 
 
 def least_bytes(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> dict[str, float] | None:
-    """Least bytes that a device must send per step, by mesh axis: for parameters, for what an update rule asks of whole
+    """Least bytes that a device must send per step, by mesh axis: for parameters, for what an update rule asks of full
     ones, and for the exchanges of the family; None where one of these is unknown."""
     exchanges = accounting_of(experiment.model).exchanges
     if exchanges is None or not traffic.update_is_known(experiment, mesh):

@@ -43,7 +43,7 @@ def parse(text: bytes, constant: Callable[[str], Any] | None = None) -> Any:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=constant or _no_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except UnicodeError as error:  # the error itself would show the whole text
+    except UnicodeError as error:  # the error itself would show all of the text
         raise ValueError(str(error)) from None
 
 

@@ -53,8 +53,7 @@ class Train(Section):
     """Steps to leave out, as 120,121: weights and moments stay, the schedule advances. For batches that make the loss
     jump (arXiv:2204.02311, section 5.1)."""
     compile: bool = False
-    """Use torch.compile: for the whole model on one rank, for each block on several. JAX always compiles its whole
-    step."""
+    """Use torch.compile: for the model on one rank, for each block on several. JAX always compiles its step."""
     validation_batches: CountOrZero = 8
     """Batches of the validation split that are evaluated after the last step; 0: none."""
 

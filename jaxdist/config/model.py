@@ -203,7 +203,7 @@ def check_shapes(
     source: str, found: Mapping[str, Shape], wanted: Mapping[str, Shape], names: Mapping[str, str] | None = None
 ) -> None:
     """Raises ConfigError naming the first tensor of `source` that is transposed, or OtherShapes naming the first one
-    that is missing, unexpected or of another shape, and the layers that are missing as a whole. `names`: name -> that
+    that is missing, unexpected or of another shape, and the layers without any tensor. `names`: name -> that
     in the file, where they differ."""
     in_file = names or {}
     bad = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]

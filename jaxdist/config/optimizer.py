@@ -166,7 +166,7 @@ class Optimizer(Section):
 
     @property
     def depends_on_role(self) -> bool:
-        """Whether the rule treats parameters by their role, and so needs whole matrices; else it is elementwise."""
+        """Whether the rule treats parameters by their role, and so needs full matrices; else it is elementwise."""
         return any(applies_to is not ALL for applies_to in OPTIMIZERS[self.name].states.values())
 
     @property

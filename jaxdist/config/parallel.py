@@ -38,7 +38,7 @@ class Parallel(Section):
     with zero2 and fsdp. step with zero2 or fsdp: once per step, which keeps unsharded gradients on every device."""
     reshard_after_forward: bool = True
     """false, with fsdp: gather parameters once a step and keep them to its end (FSDP2's option of this name). Saves a
-    third of the traffic, more under accumulation, and costs the memory of the whole model in the compute dtype."""
+    third of the traffic, more under accumulation, and costs the memory of the full model in the compute dtype."""
     bucket_mb: NotNegative = 0.0
     """Size in MB up to which gradients or parameters are sent together: DDP's bucket_cap_mb, XLA's combine thresholds
     on GPUs. FSDP2 sends block by block. 0: the backend's default."""
@@ -97,7 +97,7 @@ class Parallel(Section):
 
     @property
     def once(self) -> bool:
-        """Whether gradients cross devices once a step, whole until then."""
+        """Whether gradients cross devices once a step, unsharded until then."""
         return not self.row.gradients or self.reduce == "step"
 
     @property

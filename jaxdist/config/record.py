@@ -19,7 +19,7 @@ arise, which its metadata list. Kinds, and what they are named by:
 
 Modules are named by their path, which the twins share; what a module passes through a tap of its
 own, `Parallel.tap` in JAX and an `nn.Identity` in torch, is named by the module and the tap: `q_rotated`, `k_rotated`
-and `attended` of attention; the whole model's output is `logits`. `gradients` keeps gradient, and scalar
+and `attended` of attention; the model's output is `logits`. `gradients` keeps gradient, and scalar
 where a side has it beside metrics.jsonl.
 """
 

@@ -60,7 +60,7 @@ for _row in (
     # 2P(n-1)/n: one reduce-scatter, one all-gather. torch: ZeroRedundancyOptimizer; DeepSpeed stage 1
     Strategy("zero1", parameters=False, gradients=False, optimizer=True),
     # (1+m)P(n-1)/n with m microbatches: a reduce-scatter each, one all-gather. DeepSpeed stage 2: parameters stay
-    # whole at rest, where fsdp with reshard_after_forward=false gathers them at the start of each step instead.
+    # unsharded at rest, where fsdp with reshard_after_forward=false gathers them at the start of each step instead.
     Strategy("zero2", parameters=False, gradients=True, optimizer=True),
     # At most 3P(n-1)/n per microbatch: all-gather forward and backward, reduce-scatter. torch: FSDP2; DeepSpeed stage 3
     Strategy("fsdp", parameters=True, gradients=True, optimizer=True, reshards=True),

@@ -51,12 +51,12 @@ def units(sources: Mapping[str, Entry], targets: Mapping[str, Entry]) -> list[Co
     for side, group in (("sources", sources), ("targets", targets)):
         for entry in group.values():
             found = list({id(of[atom]): of[atom] for atom in entry.atoms if atom in of}.values()) or [ConversionUnit()]
-            whole = found[0]
+            unit = found[0]
             for other in found[1:]:
-                whole.sources += other.sources
-                whole.targets += other.targets
-            getattr(whole, side).append(entry)
-            of |= {atom: whole for e in (*whole.sources, *whole.targets) for atom in e.atoms}
+                unit.sources += other.sources
+                unit.targets += other.targets
+            getattr(unit, side).append(entry)
+            of |= {atom: unit for e in (*unit.sources, *unit.targets) for atom in e.atoms}
     return list({id(unit): unit for unit in of.values()}.values())
 
 

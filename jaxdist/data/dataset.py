@@ -273,7 +273,7 @@ class Sequences(Dataset):
             return (until - after) * size * self._data.sequence
         count, visits = self.sequences("train"), self.visits(size)
         begin, end = after * size, until * size
-        first, last = -(-begin // visits), end // visits  # whole epochs: `first` to `last` - 1
+        first, last = -(-begin // visits), end // visits  # complete epochs: `first` to `last` - 1
         if first > last:
             return self._sum(range(last, first), range(begin % visits, end % visits), seed)
         total = self._sum(range(first - 1, first), range(begin - (first - 1) * visits, visits), seed)

@@ -35,7 +35,7 @@ def begins_with_table(head: str, cut: bool, field: str) -> bool:
         rows = [row for row in csv.reader(lines[1:], delimiter=mark, skipinitialspace=spaced, strict=not cut) if row]
     except csv.Error:
         return False
-    rows = rows[: len(rows) - cut]  # of which the last is not whole
+    rows = rows[: len(rows) - cut]  # of which the last is incomplete
     named = len(set(found)) == len(found) > 1 and field in found and all(found)
     return named and len(rows) >= ROWS and all(len(row) == len(found) for row in rows)
 

@@ -119,7 +119,7 @@ class Documents:
             yield from {"text": self._text, "JSON": self._json, "CSV": self._csv, "Arrow": self._arrow}[kind](file)
 
     def _text(self, file: Path) -> Iterator[Piece]:
-        """A whole file as one document. Raises ConfigError when it is not of its encoding."""
+        """A file as one document. Raises ConfigError when it is not of its encoding."""
         start = text_start(file, self._field)
         with unpacked(file) as (_, stream, _place):
             content = stream.read()[start.mark :]
@@ -329,7 +329,7 @@ def _recoded(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 
 def _is_record(line: bytes) -> bool:
-    """Whether a line is a whole record, or at least no part of one that takes several lines, nor an array."""
+    """Whether a line is a complete record, or at least no part of one that takes several lines, nor an array."""
     if line.lstrip().startswith(b"["):
         return False
     try:

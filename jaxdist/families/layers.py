@@ -1,7 +1,7 @@
 """The parts that decoders are made of, each parameter declared once with its shape, axes and initial distribution.
 
 A module built from a config is abstract: it holds declarations. Bound to Weights (`families/models.py`) and passed
-through `par.use`, it holds this device's arrays: whole over `fsdp`, a slice of heads, hidden or vocabulary over
+through `par.use`, it holds this device's arrays: unsharded over `fsdp`, a slice of heads, hidden or vocabulary over
 `tensor`. The modules never ask which; local sizes come from the arrays.
 
 Shape letters: B batch, T time (S for keys), D model, H heads, K kv heads, G = H/K, C head_dim, F hidden, V vocabulary,
@@ -54,8 +54,8 @@ def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: X, rematerialize: Rema
     """Apply a stack of blocks in order: one block is compiled, however many there are. A mixture's pass on a pair.
 
     Of a pipeline's stages each has its own blocks, and all go through here. Each block's weights are gathered at its
-    own start, and again in its backward pass, so that one block at a time is whole on a device. `rest` is passed on to
-    every block.
+    own start, and again in its backward pass, so that one block at a time is unsharded on a device. `rest` is passed on
+    to every block.
     """
     graph, weights = nnx.split(layers)
 

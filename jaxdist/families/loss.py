@@ -34,7 +34,7 @@ def head(
     par: Parallel, model: Model, embed: Embedding, x_BTD: jax.Array, targets_SN: jax.Array | None = None
 ) -> jax.Array:
     """This device's logits [B, T, V] of the last activations, those of padding too; or with targets, in chunks, their
-    cross-entropy at once. `embed` is the model's, whole already.
+    cross-entropy at once. `embed` is the model's, already gathered.
     """
     x_BTD, lm_head = par.enter(x_BTD), model.lm_head
     if targets_SN is None:

@@ -329,9 +329,9 @@ class Zero(Saved):
         return dict(gather(vectors))
 
     def gathered_by_group(self, vectors: Sequence[Flat]) -> Iterator[tuple[str, Leaf]]:
-        """Stages 1 and 2: the ranks' vectors of a group follow each other, and parameters lie within the whole, also
-        across two ranks. With zero_optimization.parameter_alignment padding follows each; at the end there may be some
-        to a multiple of twice the number of ranks."""
+        """Stages 1 and 2: the ranks' vectors of a group follow each other, and parameters lie within their
+        concatenation, also across two ranks. With zero_optimization.parameter_alignment padding follows each; at the
+        end there may be some to a multiple of twice the number of ranks."""
         groups, unit = self.shapes, 2 * len(vectors)
         paddings = self.states[0].get("param_alignment_paddings") or [[0] * len(group) for group in groups]
         if any(len(held) != len(groups) for held in vectors):
@@ -340,11 +340,11 @@ class Zero(Saved):
         if not known or [*map(len, paddings)] != [*map(len, groups)]:
             raise self.wrong("its param_alignment_paddings are of other parameters than its param_shapes")
         for number, shapes in enumerate(groups):
-            whole, start = [held[number] for held in vectors], 0
+            joined, start = [held[number] for held in vectors], 0
             for (name, shape), padding in zip(shapes.items(), paddings[number], strict=True):
-                yield name, self.joined(name, shape, list(cut(whole, start, math.prod(shape))))
+                yield name, self.joined(name, shape, list(cut(joined, start, math.prod(shape))))
                 start += math.prod(shape) + padding
-            there = sum(len(vector.tensor) for vector in whole)
+            there = sum(len(vector.tensor) for vector in joined)
             if math.ceil(start / unit) != math.ceil(there / unit):
                 raise self.wrong(f"its ranks hold {there:,} numbers of a group whose parameters have {start:,}")
 
@@ -381,7 +381,7 @@ class Zero(Saved):
 
 class Universal(Zero):
     """A checkpoint with a folder of each parameter in `zero`: fp32.pt, a file of each moment, step.pt; and with
-    optimizer_state.pt, which has the groups. Tensors cut by model parallelism are whole there.
+    optimizer_state.pt, which has the groups. Tensors cut by model parallelism are complete there.
 
     Of stages 1 and 2 files hold a dict with the tensor as `param`. Of stage 3 they hold a flat tensor, and the steps
     are in optimizer_state.pt, which is all of the first rank's optimizer.

@@ -17,7 +17,7 @@ def is_hf(path: Path) -> bool:
 
 
 def is_bin_folder(path: Path) -> bool:
-    """Whether `path` is a folder with config.json and weights as pytorch_model.bin, whole or in shards."""
+    """Whether `path` is a folder with config.json and weights as pytorch_model.bin, in one file or in shards."""
     return (path / CONFIG).is_file() and any((path / name).is_file() for name in (BIN, BIN_INDEX))
 
 
@@ -140,7 +140,7 @@ PART_FILES = (
 
 
 def part_of(path: Path) -> PartFile | None:
-    """The whole that the file `path` is a part of, by its name; None if it is complete."""
+    """The complete file that `path` is a part of, by its name; None if it is complete."""
     return next((part for part in PART_FILES if part.holds(path)), None) if path.is_file() else None
 
 

@@ -34,7 +34,7 @@ class Leaf:
         return np.asarray(self.read(), order="C")
 
     def equals(self, other: "Leaf") -> bool:
-        """Whether both are the same to the bit. They are not read where they lie in one place, and not copied whole."""
+        """Whether both are bitwise equal. Leaves of one place in a file are not read, others not copied in full."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         if self is other or (self.place is not None and self.place == other.place):

@@ -35,8 +35,8 @@ def read(path: Path, reader: Reader) -> tuple[Experiment, dict[str, Leaf]]:
         raise ConfigError(f"{path}: {error}; give a folder with its files in it") from None
     ranks = [weights_in(file, reader) for file in files]
     experiment = experiment_for(_model(path, ranks), source=str(path / PARAMS))
-    whole = stored("meta", experiment.model, reader.shapes(experiment.model))
-    shapes = {name: tensor.shape for name, tensor in whole.items()}
+    unsharded = stored("meta", experiment.model, reader.shapes(experiment.model))
+    shapes = {name: tensor.shape for name, tensor in unsharded.items()}
     _, names = recognized(str(path), ranks[0], experiment.model)
     return experiment, {
         full: _unsharded(path, name, ranks, shapes[full]) if full in shapes else ranks[0][name]
@@ -91,10 +91,10 @@ def _unsharded(path: Path, name: str, ranks: Sequence[Mapping[str, Leaf]], shape
     sizes = [piece.shape[axis] for piece in pieces]
 
     def read() -> np.ndarray:
-        whole = np.empty(found, first.dtype)
-        for piece, part in zip(pieces, np.split(whole, np.cumsum(sizes)[:-1], axis), strict=True):
+        full = np.empty(found, first.dtype)
+        for piece, part in zip(pieces, np.split(full, np.cumsum(sizes)[:-1], axis), strict=True):
             part[...] = piece.read()
-        return whole
+        return full
 
     found = (*first.shape[:axis], sum(sizes), *first.shape[axis + 1 :])
     return Leaf(found, first.dtype, read, besides=max(piece.bytes + piece.besides for piece in pieces))

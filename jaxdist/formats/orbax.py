@@ -57,7 +57,7 @@ def read_experiment(path: Path) -> Experiment:
 
 
 def read(path: Path, checkpoint: Path, model: Model, reader: Reader) -> Leaves:
-    """Every parameter of a whole checkpoint of this model, under NAMING. `path`: the source, as messages name it.
+    """Every parameter of an intact checkpoint of this model, under NAMING. `path`: the source, as messages name it.
 
     Raises ConfigError."""
     shapes = reader.shapes(model)

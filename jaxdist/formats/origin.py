@@ -69,7 +69,7 @@ def begin(folder: RunFolder, experiment: Experiment, step: int, found: Callable[
 
 
 def keep(run: Path, found: CompanionFiles) -> None:
-    """Write `origin/` of the run folder `run`, whole or not at all."""
+    """Write `origin/` of the run folder `run` atomically."""
     partial = run / f"{ORIGIN}.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     for name, file in found.files.items():

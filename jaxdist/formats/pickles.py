@@ -68,7 +68,7 @@ class Careful(_Unpickler):  # type: ignore[misc]
         for value in self.written_out(arguments):
             self.left -= 1 + (len(value) if isinstance(value, Sized) and not isinstance(value, tuple) else 0)
         if self.left < 0:
-            raise ValueError("its calls copy more than the whole file")
+            raise ValueError("its calls copy more than the file has")
 
     def load_setitem(self) -> None:
         self.hashes(self.stack[-2])

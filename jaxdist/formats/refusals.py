@@ -39,8 +39,8 @@ def refusal(path: Path) -> ConfigError | None:
     if magic in llmc.OTHERS and magic != llmc.MODEL:
         return ConfigError(f"{path} is llm.c's {llmc.OTHERS[magic]}, which is not read; give its GPT-2's model_*.bin")
     if part := part_of(path):
-        whole = f"its folder {folder}" if is_read(folder) else f"a folder with {part.needs}"
-        return ConfigError(f"{path} is {part.title}; give {whole}")
+        folder_to_give = f"its folder {folder}" if is_read(folder) else f"a folder with {part.needs}"
+        return ConfigError(f"{path} is {part.title}; give {folder_to_give}")
     if not is_read(path) and (title := unreadable(path)):
         return ConfigError(f"{path} is {title}; give the weights as safetensors, in a Hugging Face folder")
     if not path.is_file():

@@ -16,7 +16,7 @@ from jaxdist.config.plugins import optional
 from jaxdist.config.registry import FAMILIES
 
 Shape = tuple[int, ...]
-Atom = tuple[str, int]  # a parameter and its layer, or the number of another piece; 0 for one that is whole
+Atom = tuple[str, int]  # a parameter and its layer, or the number of another piece; 0 for one without pieces
 STACKED = "layers."  # how the names of our stacked parameters begin
 EXPERTS = ".experts."  # what those have in their names that are stacked by experts too, [L, E, ...]
 

@@ -62,7 +62,7 @@ LARGE = {
 
 
 WHY = (
-    r"of more than 1,000 values|copy more than the whole file|neither a tensor nor a plain value|a number of \d+,"
+    r"of more than 1,000 values|copy more than the file has|neither a tensor nor a plain value|a number of \d+,"
     r"|the operation DICT"
 )
 

@@ -107,8 +107,8 @@ def open_zip(path: Path, part: Place | None = None) -> tuple[bytes, dict[str, Pl
     Raises OSError, ValueError or BadZipFile, and ConfigError for numbers of another byte order.
     """
     part = part or Place(0, path.stat().st_size)
-    with path.open("rb", buffering=0) as whole:
-        file = io.BufferedReader(Part(whole, part))
+    with path.open("rb", buffering=0) as raw:
+        file = io.BufferedReader(Part(raw, part))
         found = records(file)
         pickle, order = (_content(file, found, name) for name in (PICKLE, ORDER))
     if order not in (b"", b"little"):

@@ -265,7 +265,7 @@ class GPipe(Pipeline):
     """All forward passes, then all backward passes."""
 
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
-        """A scan of forward passes, differentiated as a whole."""
+        """A scan of forward passes, differentiated at once."""
 
         def stage(accumulators: Arrays, x: Any, t: jax.Array, m: jax.Array, c: jax.Array) -> Any:
             # Chunk and microbatch are picked in here: picked outside of the checkpoint, each tick would keep its own.

@@ -48,8 +48,8 @@ def on_device(arrays: Any, after: jax.Array | None = None) -> Any:
     return jax.tree.map(fetched, arrays)
 
 
-# Never kept between forward and backward, in any mode: a block's slice of the stacked weights; whole weights, which
-# come out of the custom_vjp of `Parallel.use` (else fsdp would hold the whole model); casts and reshapes, which are
+# Never kept between forward and backward, in any mode: a block's slice of the stacked weights; full weights, which
+# come out of the custom_vjp of `Parallel.use` (else fsdp would hold the full model); casts and reshapes, which are
 # cheaper to repeat than to store: the products that read one norm would each keep a copy of it. So are formulas of one
 # number at a time, which XLA makes where they are read.
 TRANSIENT = {"slice", "squeeze", "reshape", "custom_vjp_call", "pvary", "convert_element_type"} | {

@@ -187,7 +187,7 @@ def never() -> bool:
 
 
 def checksum(file: Path, kind: str = WRITTEN, ended: Callable[[], bool] = never) -> str:
-    """Checksum of the whole file; incomplete if it is `ended` early."""
+    """Checksum of the file; incomplete if it is `ended` early."""
     found = CHECKSUMS[kind]()
     with file.open("rb", buffering=0) as stream:
         if hasattr(os, "posix_fadvise"):  # macOS has none

@@ -285,7 +285,7 @@ def append(file: Path, text: str) -> None:
 
 
 def replace(file: Path, text: str) -> None:
-    """Write `file` whole or not at all: a kill, or a loss of power, leaves what was there before."""
+    """Write `file` atomically: a kill, or a loss of power, leaves what was there before."""
     temporary = file.with_name(f"{file.name}{BESIDE}")
     temporary.write_text(text, encoding="utf-8")
     synchronize(temporary)
@@ -360,7 +360,7 @@ def _may_change(begun: Experiment, field: str) -> bool:
     """Whether a run that `begun` describes continues as the same one where `field` differs.
 
     A run folder that was converted has seen no data, so no fingerprint. Gradients are means over the tokens of the
-    whole batch, however many microbatches it is cut into.
+    global batch, however many microbatches it is cut into.
     """
     if not begun.data.fingerprint and field.startswith(CONVERTED):
         return True

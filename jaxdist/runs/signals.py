@@ -18,7 +18,7 @@ from jaxdist.config.experiment import Checkpoint
 from jaxdist.runs.checkpoints import last_complete
 
 STOP, SAVE = (signal.SIGTERM, signal.SIGINT), signal.SIGUSR1
-SAME_SECONDS = 1.0  # a terminal sends Ctrl-C to a whole group of processes, and one of them may pass it on
+SAME_SECONDS = 1.0  # a terminal sends Ctrl-C to a group of processes, and one of them may pass it on
 
 
 class Action(IntEnum):

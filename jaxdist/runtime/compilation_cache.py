@@ -7,7 +7,7 @@ JAX_COMPILATION_CACHE_MAX_SIZE says how many bytes, -1 any number.
 JAX finds a program by a hash of all that it is compiled from: its text, in which collectives have their numbers already
 (`jaxdist/runtime/xla.py`), the options and flags of the compiler, the versions, and the devices with their features.
 JAX (0.10.2, 0.12.0) writes its own in place: a kill leaves half of one, which all read and none writes again. Here
-a file appears whole or not at all, is compared with its checksum, and is removed where it is damaged.
+a file appears complete or not at all, is compared with its checksum, and is removed where it is damaged.
 
 A command keeps its programs by a context, after which JAX's settings are as before: what the process compiles later
 does not get there.
@@ -92,7 +92,7 @@ class Cache(CacheInterface):
         self._path, self.most = path, most
 
     def get(self, key: str) -> bytes | None:
-        """A program, if it is there and whole."""
+        """A program, if it is there and intact."""
         file = self._path / key
         try:
             content = file.read_bytes()

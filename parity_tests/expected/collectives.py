@@ -1,7 +1,7 @@
 """Number of a step's collectives, by mesh axis and kind: the closed form of either side, besides that of their bytes.
 
 JAX sends each parameter by itself, within the scan once a layer; FSDP2 a block at once, its experts by themselves where
-the mesh splits them, and with one more what lies outside of the blocks; DDP whole parameters up to a bucket's size;
+the mesh splits them, and with one more what lies outside of the blocks; DDP full parameters up to a bucket's size;
 ZeroRedundancyOptimizer each updated parameter.
 """
 
@@ -25,7 +25,7 @@ from torch_ref.parallel.context import rings
 from torch_ref.training.registry import OPTIMIZERS
 
 TORCH, TRANSFORMERS = REFERENCES["torch"], REFERENCES["transformers"]
-# torch's update rules that look at whole matrices: kind and most of the collectives over an axis per tensor.
+# torch's update rules that need full matrices: kind and most of the collectives over an axis per tensor.
 UPDATES = {"muon": ("all_gather", 1), "adafactor": ("all_reduce", 5)}
 SETTLED = 8  # broadcasts by which DDP settles what its buckets are
 BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
@@ -62,7 +62,7 @@ def lacking(e: Experiment, mesh: Mapping[str, int]) -> str:
 
 
 def uncounted(side: str, e: Experiment, mesh: Mapping[str, int]) -> str:
-    """The optimizer whose rule asks for whole parameters on torch's side, in collectives of unknown number, in words;
+    """The optimizer whose rule needs full parameters on torch's side, in collectives of unknown number, in words;
     empty where they are known."""
     name = e.optimizer.name
     by_matrix = not e.optimizer.elementwise or (name in OPTIMIZERS and OPTIMIZERS[name].pieces)
@@ -111,7 +111,7 @@ def least(
     torch: keys and values are gathered, their gradients reduce-scattered, or by its ring on GPUs keys and values
     gathered once more and gradients sent on in float32, n times; gathered are the logits of the routers too in mixtures
     of transformers, for the balance of all ranks. Chunks of the loss, which are checkpointed, send all once more. For
-    zero1 DDP all-reduces whole gradients over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter.
+    zero1 DDP all-reduces full gradients over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter.
     How many rows torch sends to experts hangs on what the router chooses: see `unknown`.
     """
     exchanges, total = accounting_of(e.model).exchanges, least_bytes(e, param_specs, mesh)
@@ -166,7 +166,7 @@ def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]
 def update_traffic(
     side: str, e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> Iterator[Sent]:
-    """Collectives of an update rule on whole parameters."""
+    """Collectives of an update rule on full parameters."""
     if side == JAX:
         number = ITEMSIZE[str(e.precision.parameters)]  # the mean of all of a tensor is one, and not counted
         asked = traffic.update_traffic(e, param_specs, mesh)

@@ -128,7 +128,7 @@ class TorchFootprint(DecoderFootprint):
 
     @property
     def largest(self) -> float:
-        """Bytes of the largest single parameter of torch, whole over fsdp."""
+        """Bytes of the largest single parameter of torch, unsharded over fsdp."""
         item, t = self.param_itemsize, self.mesh["tensor"]
         return max(
             math.prod(x.shape[1:] if "layers" in x.axes else x.shape)

@@ -17,7 +17,7 @@ Range = tuple[int, int]  # the fewest and the most
 
 
 def own(param_specs: Mapping[str, ParamSpec], stages: int) -> dict[str, float]:
-    """Numbers of each parameter that the first rank has, whole over all other axes."""
+    """Numbers of each parameter that the first rank has, unsharded over all other axes."""
     here = {n: spec for n, spec in param_specs.items() if not n.startswith(HEAD)}
     return {n: math.prod(x.shape) / (stages if "layers" in x.axes else 1) for n, x in here.items()}
 

@@ -120,8 +120,8 @@ class JaxSide:
         """Start from these parameters, ours by name; a second start compiles nothing anew."""
         self.count = 0
         named = {name: self.cast(array) for name, array in parameters.items()}
-        whole = unflatten(self.tree, named)
-        self.state: Any = (named, self.initial(named)) if self.own is None else self.own.start(whole)
+        tree = unflatten(self.tree, named)
+        self.state: Any = (named, self.initial(named)) if self.own is None else self.own.start(tree)
         return self
 
     def cast(self, array: Any) -> jax.Array:

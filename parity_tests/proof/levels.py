@@ -363,7 +363,7 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     item = np.dtype(experiment.precision.parameters).itemsize
     tensors = [w for name, w in b.kept_states("weights").items() if not name.endswith(STATISTICS)]
     padding = sum(w[0].size for w in tensors if w.ndim < 3 and len(w) % (n * t)) * item  # experts are cut evenly
-    if parallel.row.optimizer:  # FSDP2 splits the bias of a head that no mesh divides, ours has it whole
+    if parallel.row.optimizer:  # FSDP2 splits the bias of a head that no mesh divides, ours replicates it
         padding += sum(w.size for name, w in b.kept_states("weights").items() if name == "weights/head.bias") * item
     largest = max(w.size for w in tensors) * item
     experts = sum(w.size for w in tensors if w.ndim == 3) * item / (mesh["expert"] * t)
@@ -371,24 +371,24 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     share = {"parameters": 1, "gradients": 1, "optimizer_state": 1}
     kept = len(experiment.optimizer.kept)
     bound = {"parameters": padding, "gradients": padding, "optimizer_state": kept * padding + 8 * len(tensors)}
-    why = dict.fromkeys(share, "FSDP2 splits whole rows: up to one more for each tensor whose rows do not divide")
+    why = dict.fromkeys(share, "FSDP2 splits between rows: up to one more for each tensor whose rows do not divide")
     why["optimizer_state"] += "; torch counts steps in 4 to 8 bytes a tensor, optax in 8 for all"
     if parallel.row.gradients and not parallel.row.parameters:
         share["parameters"] = n
-        why["parameters"] += "; FSDP2's zero2 keeps 1/fsdp of them at rest, ours the whole"
+        why["parameters"] += "; FSDP2's zero2 keeps 1/fsdp of them at rest, ours all"
     if not parallel.row.replicates and parallel.once and experiment.train.accumulation == 1:
         share["gradients"] = n
-        why["gradients"] += "; FSDP2 has nothing to keep whole for a single microbatch"
+        why["gradients"] += "; FSDP2 keeps nothing unsharded for a single microbatch"
     if parallel.row.splits_update:
         bound["optimizer_state"] += kept * largest
-        why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
+        why["optimizer_state"] += "; ZeroRedundancyOptimizer assigns full tensors to ranks"
     if factors := sum(w.size for kind in REDUCED_DIMS for w in b.kept_states(kind).values()) * item:
         bound["optimizer_state"] += factors
-        why["optimizer_state"] += "; a factor of a matrix is whole where its other dimension is split"
+        why["optimizer_state"] += "; a factor of a matrix is replicated where its other dimension is split"
     running = sum(name.endswith(STATISTICS) for name in b.kept_states("weights"))
     if running and "statistics" in b.memory:
         share["statistics"], bound["statistics"] = 1, 4 * running // len(STATISTICS)
-        why["statistics"] = "torch counts batches in 8 bytes, JAX in 4; all else of them is whole on each device"
+        why["statistics"] = "torch counts batches in 8 bytes, JAX in 4; all else of them is replicated"
     stages, elsewhere = mesh["pipeline"], ends_elsewhere(b, n * t) * item
     waits = stages > 1 and not parallel.row.replicates and experiment.train.accumulation > 1
     if stages > 1:
@@ -397,7 +397,7 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
             for kind, reason in why.items()
         }
     if waits and not parallel.once:
-        why["gradients"] += "; FSDP2 below a pipeline's schedule keeps them whole until the end of the step"
+        why["gradients"] += "; FSDP2 below a pipeline's schedule keeps them unsharded until the end of the step"
     for kind, parts in share.items():
         jax, torch = a.summary["memory"][kind], b.summary["memory"][kind]
         if stages > 1:

@@ -32,7 +32,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Classes that no mesh divides: the head's bias is whole on each device.
+# Classes that no mesh divides: the head's bias is replicated.
 IMAGES: dict[str, Any] = {
     "family": "resnet", "block": "bottleneck", "depths": [2, 1], "widths": [32, 48], "stem": 8, "channels": 3,
     "image": 12, "classes": 6, "init_std": 0.1,

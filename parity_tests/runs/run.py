@@ -128,7 +128,7 @@ class Run:
         return FAMILIES[self.experiment.model.family].zero_gradients
 
     def check(self) -> None:
-        """Raises ConfigError unless the folder holds a whole run that can be compared, all of its numbers finite."""
+        """Raises ConfigError unless the folder holds a complete run that can be compared, all of its numbers finite."""
         if not (self.path / "config.toml").exists():
             raise ConfigError(f"{self.path} is not a run folder, it lacks config.toml; give the --output of a run")
         steps, last = [record["step"] for record in self.metrics], self.experiment.train.steps

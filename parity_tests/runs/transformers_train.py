@@ -121,7 +121,7 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
         )
     if not experiment.optimizer.elementwise:
         raise ConfigError(
-            f"optimizer.name = {experiment.optimizer.name}: transformers' loop would take pieces of matrices for whole "
+            f"optimizer.name = {experiment.optimizer.name}: transformers' loop would take pieces of matrices for full "
             "ones; use --against torch, or a run folder of a loop on one device"
         )
     axes = parallel.axes()
@@ -392,7 +392,7 @@ class Keeping:
             )
 
     def after(self, mesh: DeviceMesh, kept: Sequence[str]) -> Arrays:
-        """The record, whole on the first rank; called by all."""
+        """The unsharded record on the first rank; called by all."""
         for name, parts in self.noted.items():
             local = torch.cat(parts)
             rows = [torch.empty_like(local) for _ in range(mesh.size())]

@@ -21,7 +21,7 @@ from jaxdist.formats.finite import (
 )
 from torch_ref.parallel.weights import local, place
 
-Piece = tuple[tuple[int, int], ...]  # of a whole tensor: start and stop along each dimension
+Piece = tuple[tuple[int, int], ...]  # of a full tensor: start and stop along each dimension
 
 
 def check_start(path: Path, weights: Mapping[str, Tensor], here: str, there: str | None) -> None:
@@ -32,7 +32,7 @@ def check_start(path: Path, weights: Mapping[str, Tensor], here: str, there: str
 
 
 def check_read(path: Path, own: Mapping[str, BadValues]) -> None:
-    """Raises ConfigError, the same on all ranks, where whole tensors that any of them read from `path` cannot be: the
+    """Raises ConfigError, the same on all ranks, where full tensors that any of them read from `path` cannot be: the
     stages of a pipeline read different ones. Called by all ranks."""
     every: list[dict[str, BadValues]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, dict(own))
@@ -73,7 +73,7 @@ def bad_values(name: str, tensor: Tensor) -> BadValues | None:
 
 
 def on_all_ranks(tensors: Mapping[str, Tensor]) -> dict[str, BadValues]:
-    """Tensors with invalid values, by name: whole tensors, of which each rank has a piece."""
+    """Tensors with invalid values, by name: full tensors, of which each rank has a piece."""
     own: dict[str, tuple[Piece, BadValues]] = {}
     for name, tensor in tensors.items():
         if found := bad_values(name, local(tensor)):

@@ -2,7 +2,7 @@
 
 Of S ranks with v parts each, rank s has the parts s, S + s, ...; an interleaved schedule has several. A rank sends the
 activations of each microbatch to the next one, and their gradients back: B·T·D numbers each. FSDP2 below a schedule
-keeps whole gradients and reduces them once a step. A tied embedding is on the first rank and on the last, and its
+keeps unsharded gradients and reduces them once a step. A tied embedding is on the first rank and on the last, and its
 gradients are summed over both.
 """
 
@@ -51,7 +51,7 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
     if (chunks := experiment.memory.loss_chunks) > 1:
         raise ConfigError(
             f"memory.loss_chunks = {chunks} with {setting}: torch's schedules take the loss of what the last stage "
-            "returns, which is whole; leave it out, or use jaxdist.train"
+            "returns, which is unsharded; leave it out, or use jaxdist.train"
         )
     if experiment.memory.offload:
         raise ConfigError(

@@ -30,8 +30,8 @@ def check_elementwise(o: Config, device: str = "cpu") -> None:
             return
     raise ConfigError(
         f"{named(OPTIMIZERS, o.name)}: it is not elementwise, as it updates half of a matrix, taken alone, otherwise "
-        "than within the full one, and so would depend on the mesh; register it with pieces = True and let it take means and full "
-        "matrices from its argument pieces (torch_ref.training.matrices.Pieces)"
+        "than within the full one, and so would depend on the mesh; register it with pieces = True and let it take "
+        "means and full matrices from its argument pieces (torch_ref.training.matrices.Pieces)"
     )
 
 

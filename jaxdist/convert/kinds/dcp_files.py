@@ -85,7 +85,7 @@ class Tensors:
             for chunk in chunks:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 into, (path, _, part) = tensor[tuple(place)], self._part(name, chunk, dtype)
-                for block in blocks(into.shape, into.nbytes):  # a whole part would take room beside the tensor
+                for block in blocks(into.shape, into.nbytes):  # a full part would take room beside the tensor
                     into[block] = torch_leaves.leaf(path, name, part[block]).read()
             return tensor
 
@@ -120,7 +120,7 @@ class Tensors:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Plain values and trees of them, by their whole names: step, groups, scheduler. What is more than these stays
+        """Plain values and trees of them, by their full names: step, groups, scheduler. What is more than these stays
         behind, and it says so."""
         found: dict[str, Any] = {}
         behind: list[str] = []

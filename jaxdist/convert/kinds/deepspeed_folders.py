@@ -174,7 +174,7 @@ class TrainedZero(Zero):
     @property
     def names_by_vector(self) -> list[list[str]]:
         """The parameters whose numbers each vector of a rank holds: those of a group, and in stage 3 those of a
-        sub-group, which DeepSpeed fills with whole parameters in their order. Raises ConfigError."""
+        sub-group, which DeepSpeed fills with full parameters in their order. Raises ConfigError."""
         if self.stage != 3:
             return [list(group) for group in self.shapes]
         sizes = {name: math.ceil(math.prod(s) / self.ranks) for group in self.shapes for name, s in group.items()}

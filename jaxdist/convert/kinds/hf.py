@@ -60,7 +60,7 @@ def folder_content(
 
 
 def _index(path: Path) -> dict[str, Any]:
-    """The index's metadata on the folder as a whole."""
+    """The index's metadata on the folder."""
     indexed = (path / INDEX).exists() and not (path / SINGLE).exists()
     metadata = read_json(path / INDEX).get("metadata") if indexed else None
     return metadata if isinstance(metadata, dict) else {}

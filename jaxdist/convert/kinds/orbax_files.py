@@ -214,7 +214,7 @@ class Streaming(ocp.type_handlers.NumpyHandler):
             await info.await_path_creation()
             folder = file_within(Path(info.parent_dir), info.name)
             array = ZarrFiles(folder, value.shape, len(next(iter(value.places.values()))), value.dtype)
-            item = folder.parent.name.partition(".")[0]  # which has another ending until it is whole
+            item = folder.parent.name.partition(".")[0]  # which has another ending until it is complete
             self.arrays.append((f"{item}/{info.name}", array))
             there |= {(value.group, name): (array, place) for name, place in value.places.items()}
 

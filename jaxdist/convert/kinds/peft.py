@@ -60,7 +60,7 @@ class Pair(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A tensor that was trained whole, which takes the place of the base's (modules_to_save)."""
+    """A tensor that was fully trained, which takes the place of the base's (modules_to_save)."""
 
     leaf: Leaf
 

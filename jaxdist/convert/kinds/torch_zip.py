@@ -41,7 +41,7 @@ class TorchFile:
                 self.write(tensor, storage.numpy())
 
     def write(self, tensor: Tensor, numbers: np.ndarray) -> None:
-        """Give one of the tree's tensors its numbers, those of its whole storage. Raises OSError."""
+        """Give one of the tree's tensors its numbers, those of its entire storage. Raises OSError."""
         start = self.places[id(tensor)]
         buffers.write(self.path, start, numbers)
         self.sums[start] = zlib.crc32(buffers.raw(numbers))

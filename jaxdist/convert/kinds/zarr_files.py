@@ -18,7 +18,7 @@ from jaxdist.formats.orbax import CHUNK
 
 
 def rows_of(shape: Shape, dtype: np.dtype) -> Shape:
-    """Equal numbers of whole rows, of CHUNK bytes at most unless one row has more."""
+    """Equal numbers of full rows, of CHUNK bytes at most unless one row has more."""
     if not shape:
         return shape
     rows, row = shape[0], math.prod(shape[1:]) * dtype.itemsize

@@ -152,7 +152,7 @@ def deepspeed_schedule(settings: Any, base: float, now: tuple[int, int, float]) 
     ends, total = max(2, given.get("warmup_num_steps", 1000)), given.get("total_num_steps", 0)
     warmup, end, peak = ends - known.early, total - known.early, float(known.peak(given, base))
     if peak <= 0 or (known.decay != "constant" and not total):
-        return {}, f"the config of its {kind} is not whole"
+        return {}, f"the config of its {kind} is incomplete"
     final = float(known.final(given, peak))
     fields: dict[str, Any] = {"learning_rate": peak, "warmup": warmup + later, "decay": known.decay}
     fields |= {"decay_steps": end + later, "final": final} if known.decay != "constant" else {}

@@ -107,7 +107,7 @@ class ImageFootprint(Footprint):
 
     @cached_property
     def gradients_by_block(self) -> list[tuple[float, float]]:
-        """Bytes of the gradients of the stem, of each block and of the head, as they lie until the update, and whole.
+        """Bytes of the gradients of the stem, of each block and of the head, as stored until the update, and unsharded.
         Without a loop over microbatches they are scattered at once."""
         row, many = strategy(self.experiment.parallel), self.experiment.train.accumulation > 1
         sharded = row.gradients if many else row.optimizer
