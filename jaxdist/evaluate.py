@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @keep_compiled()
 def evaluate(a: Any) -> str:
-    """Experiment -> mesh -> weights -> loss over a split, or logits of given tokens, and a line that tells of it.
+    """Experiment -> mesh -> weights -> loss over a split, or logits of given tokens, and a line that reports it.
 
     Raises ConfigError, TrainingError."""
     a.checkpoint = from_first(partial(located, a.checkpoint))

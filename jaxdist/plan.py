@@ -113,7 +113,7 @@ def drawn(folder: Path, plans: Sequence[Plan], notes: Sequence[str], found: Any)
 
 
 def printed(plan: Plan) -> dict[str, Any]:
-    """A plan as --json prints it: bytes of a device, seconds of a step; null what no closed form tells."""
+    """A plan as --json prints it: bytes of a device, seconds of a step; null what no closed form has."""
     e, time = plan.experiment, plan.if_known("time")
     return {
         "hardware": plan.hardware.name,

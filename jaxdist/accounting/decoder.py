@@ -313,8 +313,8 @@ class DecoderFootprint(Footprint):
 
     @property
     def logits(self) -> float:
-        """Logits and their gradient, and the head's gradient where it stands beside GRADIENTS: as chunks are added up,
-        that of one chunk on CPUs, and unsharded until it is scattered."""
+        """Logits and their gradient, and the head's gradient where GRADIENTS lacks it: as chunks are added up, that of
+        one chunk on CPUs, and unsharded until it is scattered."""
         e, head, cpu = self.experiment, self.multiplying[1], self.platform == "cpu"
         chunks, sharded = e.memory.loss_chunks, self.shards > 1 and strategy(e.parallel).gradients
         kept = cpu and chunks == 1  # XLA makes the gradient in the place of logits that it need not keep

@@ -3,8 +3,8 @@
 Both sides train the same config on the same tokens, attention by fused kernels of either, torch under `torch.compile`.
 The ceiling is what the GPU makes of one large product of bfloat16. FLOPs are those of `flops_per_token`: 6 for each
 parameter that multiplies, and causal attention by half of its square; with the full square, as some count
-(arXiv:2204.02311), there are more of them. What is computed again counts once. Peaks are what either allocator gave
-out, torch's within a step, JAX's since the process began.
+(arXiv:2204.02311), there are more of them. Recomputation is not counted.
+Peaks are those of either allocator, torch's within a step, JAX's since the process began.
 """
 
 import statistics

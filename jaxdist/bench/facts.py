@@ -31,7 +31,7 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "pipeline": {"parallel": {"mesh": "pipeline=4,fsdp=2"}, "train": {"accumulation": 8}},
     "experts": MIXTURE | {"parallel": {"mesh": "expert=4,fsdp=2"}},
 }
-FIRST = ("ddp", "fsdp", "2x4")  # which tell the most in the least time
+FIRST = ("ddp", "fsdp", "2x4")  # which show the most in the least time
 
 
 class Ratios(NamedTuple):

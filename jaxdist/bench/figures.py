@@ -124,7 +124,7 @@ def read(file: Path, option: str) -> Sections:
 @dataclass(frozen=True)
 class Difference:
     """A figure of two results. `ratio`: median now over median then; `judged`: whether both have a spread, or are
-    EXACT; `differs`: no value of one lies among the other's, the only thing that is said of so few runs."""
+    EXACT; `differs`: no value of one lies among the other's, the only claim that few runs support."""
 
     section: str
     then: Figure

@@ -29,7 +29,7 @@ class Machine:
 @dataclass(frozen=True)
 class Stamp:
     """`load`: the mean number of processes at work in the minute before; `others`: what others took meanwhile, as a
-    share of all cores, None where the system does not tell."""
+    share of all cores, None where the system does not report it."""
 
     machine: Machine
     date: str

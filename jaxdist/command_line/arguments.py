@@ -342,7 +342,7 @@ def parse(
 ) -> Arguments:
     """The arguments of a command that trains; `options` are its own, by flag, as argparse takes them.
 
-    `describe` tells the model of the weights to start from, where it can. Raises ConfigError.
+    `describe` returns the model of the weights to start from, where it can. Raises ConfigError.
     """
     load_before_fields(argv)
     parser = Parser(

@@ -312,7 +312,7 @@ def _along(field: str, value: Any, *counts: str) -> str:
 
 
 def value_hint(field: str, value: Any, choices: Iterable[str] = ()) -> str | None:
-    """A sentence that tells what another's `value`, or one of the field's `choices` in another spelling, is here."""
+    """A sentence with the value here of another's `value`, or of one of the field's `choices` in another spelling."""
     here = value_here(field, value) or next((choice for choice in choices if plain(choice) == plain(value)), None)
     return f"{value!r} is {here!r} here{_along(field, value)}" if here else None
 

@@ -53,7 +53,7 @@ class Data(Section):
     """Source of tokens or images. The batch of a step depends on these fields, the seed and the step alone."""
 
     source: Annotated[str, OneOf(SOURCES)] = "files"
-    """files, or a data source that a plugin registers; what the other fields mean there is said by the plugin."""
+    """files, or a data source that a plugin registers; the plugin documents the other fields."""
     path: Text = ""
     """File or folder of data: text, JSON (.json, .jsonl, .ndjson, .jsonlines, .jl, .ldjson) or CSV (.csv, .tsv), each
     also compressed (.gz, .zst, .bz2, .xz); Arrow (.parquet, .arrow); or token ids in .npy or .bin. Empty: the source of

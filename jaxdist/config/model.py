@@ -232,6 +232,6 @@ def check_shapes(
 
 
 def _layers(names: Iterable[str]) -> set[tuple[str, int]]:
-    """The numbered parts of a model, by the first number in its tensors' names: what stands before it, and it."""
+    """The numbered parts of a model, by the first number in its tensors' names: the text before it, and the number."""
     matches = (re.match(r"(\D*)(\d{1,9})\.", name) for name in names)
     return {(match[1], int(match[2])) for match in matches if match}

@@ -279,7 +279,7 @@ def arguments(argv: Sequence[str]) -> Any:
 
 
 def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
-    """A model that is none of our families, in the direction that SOURCE tells. Raises ConfigError."""
+    """A model that is none of our families, in the direction that SOURCE shows. Raises ConfigError."""
     theirs = holds_tensors(a.source)
     if theirs and not a.like:
         raise ConfigError(

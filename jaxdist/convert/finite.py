@@ -10,7 +10,7 @@ EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "floa
 
 
 def bad_values(array: np.ndarray, name: str = "") -> BadValues | None:
-    """Number of bad values and the first of them; None without any, as in arrays of integers. A tensor's `name` tells
+    """Number of bad values and the first of them; None without any, as in arrays of integers. A tensor's `name` shows
     whether it is a mean of squares, as `is_square` knows."""
     if array.dtype.name not in EXPONENTS:
         return None

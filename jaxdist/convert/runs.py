@@ -57,7 +57,7 @@ def origin_of(checkpoint: Path) -> Origin:
     if reason := damage(directory):
         raise ConfigError(f"{directory} is damaged: {reason}; remove it, or use a copy")
     try:
-        # It may be as long as the index whose nesting it tells.
+        # It may be as long as the index whose nesting it describes.
         facts = OriginFields.model_validate(read_json(directory / FACTS, MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = textwrap.shorten(str(error), 200)

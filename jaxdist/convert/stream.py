@@ -295,8 +295,8 @@ def one_dtype(group: str) -> str:
 
 
 def rounded_to_odd(numbers: np.ndarray) -> np.ndarray:
-    """float64 as float32: what is between two of these becomes the odd one, which tells from which side it came when it
-    is rounded further (Boldo and Melquiond, 2008)."""
+    """float64 as float32: what is between two of these becomes the odd one, which keeps its side when it is
+    rounded further (Boldo and Melquiond, 2008)."""
     near = numbers.astype(np.float32)
     there, bits = near.astype(np.float64), near.view(np.uint32)
     bits -= np.abs(there) > np.abs(numbers)  # towards zero

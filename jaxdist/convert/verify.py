@@ -64,7 +64,7 @@ def checksums(name: str, open_part: Callable[[], AbstractContextManager[Any]]) -
 @contextmanager
 def comparing(checkpoint: Path | None) -> Iterator[Callable[[], None]]:
     """Within, a checkpoint's files are compared with its manifest, beside whatever else reads them: to do it before
-    would read them twice from the disk. What comes of it is to be waited for; at the end no more is read.
+    would read them twice from the disk. Yields a function that waits for the result; reading ends with the context.
 
     The wait raises Damaged where one has changed.
     """

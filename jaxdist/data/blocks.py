@@ -33,7 +33,7 @@ def read_blocks(files: Sequence[Path], sizes: Sequence[int], blocks: int = BLOCK
 def fingerprint_of(files: Sequence[Path], names: Sequence[str], *facts: object, blocks: int = BLOCKS) -> str:
     """32 hex digits over names, sizes and sampled content of the files, and over `facts`.
 
-    Not where they lie, nor when they were written. Of more than a megabyte a change of a few bytes can be missed;
+    Not where they lie, nor when they were written. In more than a megabyte a change of a few bytes can be missed;
     another order, or another text, is not. Raises OSError.
     """
     sizes = [file.stat().st_size for file in files]

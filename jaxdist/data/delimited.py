@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable, Iterator
 
 DELIMITERS = (",", "\t", ";", "|")  # the usual one first
-ROWS = 3  # below the names: fewer tell no table
+ROWS = 3  # below the names: fewer show no table
 
 
 def columns(head: list[str], field: str) -> tuple[list[str], str, bool]:

@@ -217,7 +217,7 @@ def width(content: bytes, size: int, vocab: int) -> str | None:
 def _holds(content: bytes, wide: str, vocab: int) -> bool | None:
     """Whether ids are of this type or of half its size; None where there are too few to decide.
 
-    An id has an upper half that is zero, or nearly so, and a lower one that is not. Of ids half as wide, both halves
+    An id has an upper half that is zero, or nearly so, and a lower one that is not. With ids half as wide, both halves
     are ids, and look alike: that n of them above all others lie in lower halves alone is a chance of 2^-n. Where all
     upper halves are zero, n counts the others; else it counts the different ones, as a text may repeat itself.
     """

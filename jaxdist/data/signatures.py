@@ -32,7 +32,7 @@ TAR = Foreign("a tar archive", UNPACK)
 CONTROL = bytes({*range(32), 127} - {*b"\t\n\v\f\r\x1b"})  # characters that text has not
 BEFORE = re.compile(r"\ufeff?\s*(\[\s*)?")  # the first object
 KEYED = re.compile(r'\{\s*"[^"\\]*"\s*:')
-LEAST = 32  # bytes that tell text from ids
+LEAST = 32  # bytes that distinguish text from ids
 
 
 def signature(head: bytes) -> Foreign | None:

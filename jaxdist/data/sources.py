@@ -63,8 +63,8 @@ def open_stream(data: Data, vocab: int) -> Stream:
     """The ids of data.path, every one of them checked to be in range(vocab). Raises ConfigError.
 
     .npy (1-D integers), .bin (see `ids`) and, under the tokenizer "bytes", text files are mapped: opening reads them
-    once, in pieces, to check them. What must be encoded, that is JSON, CSV, Arrow, packed text and any text under a
-    tokenizer (see `documents`), is encoded here and held in memory: one byte per id for "bytes", two for a vocabulary
+    once, in pieces, to check them. Data to encode, that is JSON, CSV, Arrow, packed text and any text under a
+    tokenizer (see `documents`), are encoded here and held in memory: one byte per id for "bytes", two for a vocabulary
     of up to 65,536, four above, and eight per document.
 
     Packed, an encoded document is followed by the tokenizer's end-of-text token (see `encoding.end_of`), by a newline

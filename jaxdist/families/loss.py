@@ -1,8 +1,8 @@
 """The head and its cross-entropy, over a vocabulary that the mesh axis `tensor` splits: no device ever sees all of a
 token's logits. Twin: torch_ref/families/loss.py.
 
-In float32 or wider. Of what has the size of the logits they are all that is kept for the backward pass; in chunks not
-even these, of which there is one chunk's at a time, made again in the backward pass.
+In float32 or wider. The logits are the only array of their size that is kept for the backward pass; in chunks not even
+they are kept: one chunk's logits exist at a time, and the backward pass recomputes them.
 """
 
 from functools import partial

@@ -2,7 +2,7 @@
 
 A folder `global_stepN`, which `latest` names in the folder around it, has `mp_rank_00_model_states.pt` (stage 3: one of
 each rank, with placeholders for weights) and `*_optim_states.pt` of each rank. The pieces lie in their files as flat
-vectors, without names: `param_shapes` tells names, shapes and order, as DeepSpeed's own zero_to_fp32.py reads them
+vectors, without names: `param_shapes` has names, shapes and order, as DeepSpeed's own zero_to_fp32.py reads them
 (https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py). No pickle is executed.
 Without ZeRO all is in one `mp_rank_00_model_states.pt`.
 """
@@ -33,7 +33,7 @@ from jaxdist.formats.refusals import loading
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import is_tensor
 
-COPY = "use a whole copy of its folder"  # where what tells its layout is of another form than DeepSpeed's
+COPY = "use a whole copy of its folder"  # where its layout is described in another form than DeepSpeed's
 LOAD = "load it by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
 
@@ -269,7 +269,7 @@ class Zero(Saved):
         groups = self.model.get("param_shapes")
         groups = [groups] if isinstance(groups, dict) else groups
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise self.wrong("it has no param_shapes, which tell the names", "save it by DeepSpeed 0.4 or newer")
+            raise self.wrong("it has no param_shapes, which have the names", "save it by DeepSpeed 0.4 or newer")
         found = [{name: tuple(shape) for name, shape in group.items()} for group in groups]
         for name, shape in ((name, shape) for group in found for name, shape in group.items()):
             if not isinstance(name, str) or not all(type(size) is int and size >= 0 for size in shape):
@@ -383,7 +383,7 @@ class Universal(Zero):
     """A checkpoint with a folder of each parameter in `zero`: fp32.pt, a file of each moment, step.pt; and with
     optimizer_state.pt, which has the groups. Tensors cut by model parallelism are complete there.
 
-    Of stages 1 and 2 files hold a dict with the tensor as `param`. Of stage 3 they hold a flat tensor, and the steps
+    Files of stages 1 and 2 hold a dict with the tensor as `param`, those of stage 3 a flat tensor, and the steps
     are in optimizer_state.pt, which is all of the first rank's optimizer.
     """
 

@@ -1,6 +1,6 @@
 """A model described by something other than a TOML file: a Hugging Face folder, a run folder, a checkpoint.
 
-Both backends read these here. What only one of them can open, such as a torch file, is its own to describe.
+Both backends read these here. Sources that only one of them can open, such as a torch file, it describes itself.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from jaxdist.runs.checkpoints import checkpoint_in
 HF_CONFIG, RUN_CONFIG, TOKENIZER = "config.json", "config.toml", "tokenizer.json"
 # Files that stand for their Hugging Face folder, as transformers writes it.
 SAFETENSORS, PICKLED = (SINGLE, INDEX), ("pytorch_model.bin",)
-# Tokenizers in other formats: SentencePiece, byte-level BPE, WordPiece. Of these transformers makes a tokenizer.json.
+# Tokenizers in other formats: SentencePiece, byte-level BPE, WordPiece. transformers makes a tokenizer.json of these.
 OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "merges.txt", "vocab.txt")
 ORBAX_EXPERIMENT = "experiment/metadata"  # in a checkpoint of jaxdist's
 
 
 class Source(NamedTuple):
-    """The model of `path`, the tokenizer.json that belongs to it, if there is one, and what is to be said of it."""
+    """The model of `path`, the tokenizer.json that belongs to it, if there is one, and a note about it."""
 
     path: Path
     model: Model

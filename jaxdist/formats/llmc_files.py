@@ -32,7 +32,7 @@ ORDER = (
 
 
 def sections(path: Path) -> dict[str, dict[str, Any]]:
-    """The sections of an experiment that the header of a model file tells. Raises ConfigError."""
+    """The sections of an experiment that the header of a model file has. Raises ConfigError."""
     header = header_of(path)
     if (version := int(header[1])) not in VERSIONS:
         raise ConfigError(

@@ -45,7 +45,7 @@ def read(path: Path, reader: Reader) -> tuple[Experiment, dict[str, Leaf]]:
 
 
 def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:
-    """The model section, from params.json and what only the tensors' shapes tell. Raises ConfigError."""
+    """The model section, from params.json and what only the tensors' shapes show. Raises ConfigError."""
     try:
         params = read_json(path / PARAMS)
         dim, heads, layers = (int(params[key]) for key in ("dim", "n_heads", "n_layers"))

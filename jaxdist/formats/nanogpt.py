@@ -31,7 +31,7 @@ def is_nanogpt(tree: Any) -> bool:
 
 
 def sections(path: Path, tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections of an experiment that the file tells. Raises ConfigError."""
+    """The sections of an experiment that the file has. Raises ConfigError."""
     arguments = tree[ARGUMENTS]
     if missing := [key for key in FIELDS.values() if key not in arguments and key != "bias"]:
         raise ConfigError(f"{path}: its {ARGUMENTS} have no {', '.join(missing)}; give what nanoGPT saved")
@@ -50,7 +50,7 @@ def notes(path: Path, tree: Mapping[str, Any]) -> list[str]:
 
 
 def has_loop(tree: Any) -> bool:
-    """Whether it tells how its loop trains, with the schedule."""
+    """Whether it has the settings of its training loop, with the schedule."""
     settings = tree.get(LOOP) if is_nanogpt(tree) else None
     if not isinstance(settings, dict) or not all(key in settings for key in LOOP_KEYS):
         return False

@@ -133,7 +133,7 @@ def located(path: Path, verify: Looked = "checksums") -> Path:
 
 def found(path: Path, reader: Reader) -> Found:
     """The weights at `path`, none of them read yet; of a run's checkpoints those of the newest complete one as far as
-    small files tell. Raises ConfigError as `kind_of`, and for a damaged source."""
+    small files show. Raises ConfigError as `kind_of`, and for a damaged source."""
     located: Found = function(KINDS, kind_of(path), "find", "reading it", Found)(path, reader)
     return located
 

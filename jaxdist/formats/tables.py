@@ -1,7 +1,7 @@
 """Tables from tensors of a file to parameters, one per naming and family, read in both directions by both sides.
 
-Parameters of jaxdist are stacked: all layers along the first axis, L, experts along the second, E. What every naming
-shares are the *atoms*: one layer of one parameter, and of experts one of them. A tensor of a naming holds one atom or
+Parameters of jaxdist are stacked: all layers along the first axis, L, experts along the second, E. All namings
+share the *atoms*: one layer of one parameter, and of experts one of them. A tensor of a naming holds one atom or
 several, and two namings meet in their atoms. Names and shapes only: how a tensor is cut is each side's own.
 """
 

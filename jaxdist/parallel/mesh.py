@@ -22,7 +22,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
 
     Call it before anything else touches JAX: it also settles the platform, the number of virtual CPU devices and
     whether float64 exists. `auto` takes accelerators if there are enough, else as many virtual CPU devices as the mesh
-    asks for. Of several processes each has an equal share of the devices. Raises ConfigError when the mesh and the
+    asks for. Each of several processes has an equal share of the devices. Raises ConfigError when the mesh and the
     devices do not fit.
     """
     parallel, processes = experiment.parallel, world().size

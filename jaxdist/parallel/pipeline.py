@@ -2,8 +2,8 @@
 
 S stages of v chunks of L/(Sv) blocks: chunk c of stage s is the (cS + s)-th part of the layers. One formula says when,
 for all schedules: stage s runs the forward pass of chunk c on microbatch gS + j at tick s + (gv + c)S + j, and the
-backward pass mirrored, from the last stage and chunk to the first, vS - 1 ticks later. Of one stage that is
-accumulation.
+backward pass mirrored, from the last stage and chunk to the first, vS - 1 ticks later. With one stage
+that is accumulation.
 
 | row | a tick is | a stage keeps | in torch |
 |---|---|---|---|

@@ -50,7 +50,7 @@ BLOCKS = ("layers.", "stages.")  # how the names of parameters begin that are ga
 class ShardDim(NamedTuple):
     """How a strategy splits a parameter: along dimension `dim`, counted from the end, over the mesh axes `axes`.
 
-    `replicas` are those whose devices use the same pieces for other tokens, or in other stages of a pipeline.
+    `replicas`: the mesh axes whose devices use the same pieces for other tokens, or in other stages of a pipeline.
     """
 
     dim: int

@@ -25,7 +25,8 @@ class Compiled:
     """Bytes on one device by category, bytes that it sends by mesh axis, and seconds that compiling took.
 
     A CPU holds 16 bits as 32 and has no fused attention, so activations take more than on a GPU; parameters, optimizer
-    state and traffic are those of any device. Of GPUs, `platform` gpu, it is known what computes beside collectives.
+    state and traffic are those of any device. For GPUs, `platform` gpu, the operations that overlap with
+    collectives are known.
     These have no host in JAX: state that `memory.offload` keeps there counts as theirs.
     """
 

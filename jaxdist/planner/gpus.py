@@ -1,7 +1,7 @@
 """Compile for NVIDIA GPUs that are not present, from a chip description given to JAX's CUDA plugin.
 
-What it compiles is the program that would run there (https://docs.jax.dev/en/latest/aot.html), but that nothing can be
-timed: of a product's kernels XLA takes the one that it would try first.
+The compiled program is the one that would run there (https://docs.jax.dev/en/latest/aot.html), except that nothing can
+be timed: of a product's kernels XLA takes the one that it would try first.
 """
 
 import textwrap

@@ -159,7 +159,7 @@ def none_fits(e: Experiment, devices: int, hardware: Hardware) -> Exception:
 
 
 class Choice(NamedTuple):
-    """A setting of a plan: how its `facts` tell it, and what else it might be, as that is called -> its values."""
+    """A setting of a plan: its text in `facts`, and the alternatives, name -> values."""
 
     text: str
     others: Callable[[Plan], dict[str, Container[Any]]]

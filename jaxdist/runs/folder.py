@@ -38,7 +38,7 @@ WHY = {
 }
 
 # Further free fields for a converted checkpoint that no step was trained from: the batches, and the learning rates of
-# the steps to come, which such a checkpoint may not tell.
+# the steps to come, which such a checkpoint may lack.
 CONVERTED = (
     "data.", "train.", "optimizer.learning_rate", "optimizer.warmup", "optimizer.decay", "optimizer.final",
 )  # fmt: skip
@@ -191,7 +191,7 @@ class RunFolder:
             with self.writing("config.toml"):
                 self.path.mkdir(parents=True, exist_ok=True)
                 replace(self.path / "config.toml", self.experiment.to_toml())
-        # Network file systems and quotas tell here what they did not when it was written.
+        # Network file systems and quotas may report here the errors of earlier writes.
         with self.writing("metrics.jsonl"):
             if self.metrics.exists():
                 synchronize(self.metrics)
@@ -370,7 +370,7 @@ def _may_change(begun: Experiment, field: str) -> bool:
 def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:
     """(field, a's value, b's) of fields by which two experiments train differently, RESUMABLE_FIELDS left out."""
     before, now = (_flat(e.model_dump(exclude_none=True)) for e in (a, b))
-    # The decay ends at train.steps unless said otherwise, so a longer continuation would change the schedule.
+    # The decay ends at train.steps by default, so a longer continuation would change the schedule.
     for config in (before, now):
         config["optimizer.decay_steps"] = config["optimizer.decay_steps"] or config["train.steps"]
         if config["optimizer.decay"] == "constant":

@@ -86,7 +86,7 @@ def user_folder() -> Path | None:
 
 
 class Cache(CacheInterface):
-    """Programs by their key, a file each. What cannot be read or written is as if it were not there."""
+    """Programs by their key, a file each. Unreadable files count as absent, unwritable ones are left out."""
 
     def __init__(self, path: Path, most: float) -> None:
         self._path, self.most = path, most

@@ -114,7 +114,7 @@ def ranks(*numbers: int, size: int = 3, arguments: list[str] = ARGUMENTS) -> Ran
 @pytest.mark.parametrize(
     ("wrong", "fix", "right"),
     [
-        (ranks(1, 2, size=4), "tell all the same", ranks(1, 2)),
+        (ranks(1, 2, size=4), "give all the same number", ranks(1, 2)),
         (ranks(1, 1), "give each machine its own --node-rank", ranks(1, 2)),
         (ranks(1, 2, arguments=["--mesh", "8x1"]), "give all the same", ranks(1, 2)),
         (ranks(1), "start as many as torchrun expects", ranks(1, 2)),
@@ -213,7 +213,7 @@ def test_a_mesh_that_the_devices_cannot_form(axis: str, mesh_or_message: Callabl
 def test_every_fix_is_followed() -> None:
     """Each fix in the source is among those that the tests above follow."""
     known = [
-        *("tell all the same", "give each machine its own --node-rank", "give all the same"),
+        *("give all the same number", "give each machine its own --node-rank", "give all the same"),
         *("give all machines the same", "let the launcher set both", f"give all of them a free one by {PORT}=PORT"),
         *("start them by torchrun, or unset WORLD_SIZE for a run of one process", f"set {ADDRESS}=HOST:PORT"),
     ]

@@ -88,7 +88,7 @@ def _check_below(name: str, number: int, of: str, size: int) -> None:
 
 
 def _refusing(launcher: str, error: ConfigError) -> Launch:
-    """This process, of which variables make no sense, on its way to the first one, which tells the others. Raises
+    """This process, of which variables make no sense, on its way to the first one, which informs the others. Raises
     `error` where it is alone or knows no way."""
     size, rank = (os.environ[name] for name in VARIABLES[launcher][:2])
     number = int(rank) if rank.isdecimal() else NO_RANK

@@ -135,7 +135,7 @@ def _leave(contact: Contact) -> None:
 
 
 def _end_alone(contact: Contact, code: int) -> None:
-    """End a process, when it has said why, without the others: JAX would wait for them, who wait for this one."""
+    """End a process, after it has printed why, without the others: JAX would wait for them, who wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     contact.say(REPORTED)

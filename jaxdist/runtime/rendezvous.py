@@ -24,7 +24,7 @@ from jaxdist.runtime.launcher import ADDRESS, PORT, VARIABLES, Launch, patience
 
 FEW = 16  # processes, where their number makes no sense
 LATER = 5  # seconds after which the others give up: the first knows best who is missing
-HEARD = 1.0  # seconds: launchers end all processes when one ends, so what is to be said is said before
+HEARD = 1.0  # seconds: launchers end all processes when one ends, so messages are printed before
 
 DONE, REPORTED = b".", b"!"  # message of a process before it ends: with all others, or alone, with its reason reported
 ALIVE = b"-"  # what it sends every BEAT seconds until then
@@ -57,7 +57,7 @@ def rendezvous(launch: Launch, arguments: Sequence[str]) -> tuple[list[int], "Co
 
 
 def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[int, socket.socket]]:
-    """The first process: hear all, and tell each of them all hosts, or that something is wrong."""
+    """The first process: receive from all, and send each of them all hosts, or an error."""
     came: dict[int, Present] = {0: me}
     connections: list[socket.socket] = []
     wrong: ConfigError | TrainingError | None = ConfigError(me.refusal) if me.refusal else None
@@ -105,7 +105,8 @@ def mismatch(launch: Launch, me: Present, other: Present, came: Mapping[int, Pre
         return ConfigError(f"on {other.host}: {other.refusal}")
     if other.size != me.size:
         return ConfigError(
-            f"{who} was started as one of {other.size} processes, the first as one of {me.size}; tell all the same"
+            f"{who} was started as one of {other.size} processes, the first as one of {me.size}; give all the same "
+            "number"
         )
     if not 0 <= other.rank < me.size or other.rank in came:
         _, number, _ = VARIABLES.get(launch.launcher, ("", "JOB_COMPLETION_INDEX", ""))
@@ -169,7 +170,7 @@ def _answer(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[
 
 
 def _leave(code: int) -> NoReturn:
-    """End a process that has nothing to say, when another has said it."""
+    """End a process without a message, after another has printed it."""
     time.sleep(HEARD)
     sys.exit(code)
 
@@ -215,8 +216,8 @@ class Silence:
 class Contact:
     """The connections that processes keep: the first one's to all others, theirs to it.
 
-    A thread waits for one to break, which ends this process as well, with code 1. The first tells who ended, and the
-    others that it did; where it is the first itself, one process of each machine `speaks`.
+    A thread waits for one to break, which ends this process as well, with code 1. The first prints which one
+    ended, and the others that it did; where it is the first itself, one process of each machine `speaks`.
     """
 
     def __init__(self, launch: Launch, connections: Mapping[int, socket.socket], speaks: bool) -> None:
@@ -250,7 +251,7 @@ class Contact:
                         self._end(silent, STOPPED)
 
     def _end(self, rank: int, why: str) -> None:
-        """End this process, as that of `rank` has ended; `why` is printed, unless that process has said it itself."""
+        """End this process, as that of `rank` has ended; `why` is printed, unless that process has done so."""
         if why and self.speaks:
             print(
                 f"error: process {rank} of {self.launch.size} {why}. --resume continues from the newest checkpoint",

@@ -22,7 +22,7 @@ class StartupTimer:
 
 
 def since_the_process_began() -> float:
-    """Seconds, to a hundredth; 0 where the system does not tell (it is Linux that does)."""
+    """Seconds, to a hundredth; 0 where the system does not report it (Linux does)."""
     with suppress(OSError, AttributeError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -34,8 +34,8 @@ class Saved(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run folder, of which a run in progress is the only writer. Of several processes each
-    writes its arrays, and the first all else."""
+    """The checkpoints of one run folder, of which a run in progress is the only writer. Each of several
+    processes writes its arrays, and the first all else."""
 
     def __init__(self, folder: Path, config: Checkpoint) -> None:
         """`config`: how many stay, and what a failure to write means."""

@@ -32,7 +32,7 @@ class InputKind:
 
     batch: type[Batches]
     dtype: Any
-    """Of the inputs; targets are int32."""
+    """Dtype of the inputs; targets are int32."""
     spec: P
     """PartitionSpec of inputs and targets; an entry for each dimension of the targets."""
     logits: P

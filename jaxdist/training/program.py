@@ -131,7 +131,7 @@ class Program:
         """The starting state, a function of the seed and the parameters' names alone: the same bits on any mesh."""
         key, model = jax.random.key(self.experiment.train.seed), self.experiment.model
 
-        def tokens(axis: str, size: int) -> int:
+        def unpadded(axis: str, size: int) -> int:
             """The size of an axis without padding of the vocabulary."""
             return model.vocab if axis == "vocab" and size == model.vocab_rows else size
 
@@ -139,7 +139,7 @@ class Program:
             if not spec.std:
                 return jnp.full(spec.shape, spec.mean, self.dtype_of(spec))
             named = jax.random.fold_in(key, zlib.crc32(spec.name.encode()))
-            shape = [tokens(axis, size) for axis, size in zip(spec.axes, spec.shape, strict=True)]
+            shape = [unpadded(axis, size) for axis, size in zip(spec.axes, spec.shape, strict=True)]
             values = spec.mean + spec.std * jax.random.normal(named, shape, jnp.float32)
             if shape != [*spec.shape]:  # the tokens' own rows are the same with any padding, which is their mean
                 rows = [(0, size - drawn) for size, drawn in zip(spec.shape, shape, strict=True)]

@@ -5,7 +5,7 @@ the step's own methods; activations from a forward pass in which the layers are 
 and what they `tap` is noted, and a probe of zeros is added to it, whose gradient is that of what was noted. For that
 pass each stage of a pipeline has the layers of all.
 
-What modules return is noted by the modules of a copy of the model, each an instance of a subclass of its class: neither
+Outputs of modules are noted by the modules of a copy of the model, each an instance of a subclass of its class: neither
 the model nor its classes change. A tap at each module's end would be a line in every module of a family, and plugins'
 modules without one would be missing in records; flax's `nnx.capture(method_outputs=...)` rewrites the classes' methods
 meanwhile, for all models of the process, and adds no probes.
@@ -78,7 +78,7 @@ class Taps:
         return named
 
     def called(self, module: Any, call: Callable[[], Any]) -> Any:
-        """What `call` of a module returns, noted."""
+        """Note and return the output of `call` of a module."""
         if self.layer is not None and self.stack is None:
             self.stack = module.path
         path = module.path if self.stack is None else module.path.replace(self.stack, f"{self.stack}.{self.layer}", 1)

@@ -73,7 +73,7 @@ def uncounted(side: str, e: Experiment, mesh: Mapping[str, int]) -> str:
 def expected(
     side: str, e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int], platform: str = "cpu"
 ) -> Counts | None:
-    """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's.
+    """Collectives of a step by each axis of several devices. A collective over several at once counts as the first's.
 
     None where the family or the optimizer has no closed form, or the family one with an exchange that is not in
     EXCHANGES, or torch's side of the optimizer is not in UPDATES.
@@ -150,7 +150,7 @@ def least(
 
 
 def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]:
-    """The axes of which no closed form tells the bytes that a side sends, and why."""
+    """The axes of which no closed form has the bytes that a side sends, and why."""
     if side == JAX:
         return {}
     shards, found = first(mesh, SHARDS), dict[str, str]()
@@ -396,7 +396,7 @@ def by_block(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[
         bucket = e.parallel.bucket_mb * 2**20 or BUCKET
         buckets = max(2 + int(size // bucket), blocks + 1)  # `replicate`, where DDP cannot, sums block by block
         updated = tensors if row.optimizer else 0
-        # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
+        # In its second step DDP sends all ranks, in a few numbers, which parameters share a bucket from then on.
         for axes in filter(None, cut_alike(param_specs)):
             least = int(axes == SHARDS)  # experts are summed with all else, or where the mesh splits them by themselves
             yield first(mesh, ("data", *axes)), {"all_reduce": (least, buckets), "broadcast": (0, SETTLED)}

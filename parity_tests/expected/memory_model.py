@@ -187,8 +187,8 @@ class Scratch:
         """The bound on what a step takes, bytes: at any moment its causes, what is AT_WORK once more, and SLACK.
 
         What is kept and gathered follows from the formulas. How much of one block or of the logits is at work at once
-        is the choice of a scheduler, which may hold inputs and results together: twice as much. What is kept of all
-        blocks against the rules grows with their number, what is at work does not.
+        is the choice of a scheduler, which may hold inputs and results together: twice as much. Activations of
+        all blocks kept against the rules grow with their number, those at work do not.
         """
         moments = self.sides[side].moments
         return (1 + SLACK) * max(sum(m.values()) + sum(m.get(name, 0.0) for name in AT_WORK) for m in moments)

@@ -19,7 +19,7 @@ SHARE = "torch's tensors on one device, each over the devices that the strategy 
 ROUNDED = f"{K} roundings of the dtype that a side computes in whatever it is given"
 COUNTER = {"parameters": 0.0, "optimizer_state": 8.0}  # bytes: optax counts its steps
 SENT = "on one device nothing is sent"
-DECAY = 0.01  # that of torch's AdamW where none is given: steps of a user's own do not tell theirs
+DECAY = 0.01  # that of torch's AdamW where none is given: steps of a user's own do not report theirs
 # A parameter that moves by less than this share of the fastest one has a true gradient of zero, as a key's bias does:
 # what moves it is rounding. Such tensors are compared absolutely.
 STILL = 1e-6
@@ -54,7 +54,7 @@ class PortRun(Run):
 
 @dataclass
 class Findings:
-    """Two float64 runs, and a third, of `a` from another start, that tells how far rounding has grown.
+    """Two float64 runs, and a third, of `a` from another start, that shows how far rounding has grown.
 
     `still`: parameters that do not train. `least`: what any number may differ by, since a side rounds it to less than
     float64: a change may by chance not show in one.

@@ -1,6 +1,6 @@
 """A user's own model in jaxdist's sharding: declared and written as `jaxdist/families/layers.py` does, on any mesh.
 
-What trains it is jaxdist's own step, what is recorded of it jaxdist's own recorder; names are torch's, by the mapping.
+jaxdist's own step trains it and jaxdist's own recorder records it; names are torch's, by the mapping.
 """
 
 import math

@@ -33,7 +33,7 @@ from torch_ref.training import optim as torch_optim
 
 Arrays = dict[str, np.ndarray]
 Batch = Mapping[str, np.ndarray]
-Values = dict[str, float | None]  # loss, grad_norm, learning_rate; None for what the user's own step does not tell
+Values = dict[str, float | None]  # loss, grad_norm, learning_rate; None for what the user's own step does not report
 JaxLoss = Callable[[Any, Any], jax.Array]
 TorchLoss = Callable[[nn.Module, Any], Tensor]
 

@@ -143,7 +143,7 @@ def cost(
 
     `roundings` are those of the dtypes that are computed and stored in: a side that is exact by chance does not count
     as better. Weights are stored; a single number that Adam sends the other way is chance too, so each is held to the
-    most that both sides lose in any of them. What one side does not keep is passed over.
+    most that both sides lose in any of them. Tensors that one side does not keep are skipped.
     """
     x, y = (errors(run, run64, step) for run, run64 in (a, b))
     x = {tensor: error for tensor, error in x.items() if tensor in y}

@@ -2,7 +2,7 @@
 
 Within a step the loss is computed before the gradient norm, and both before the update; so where the loss of step 1
 differs under equal weights, the forward pass, the loss or the batch differs, and where only later losses do, the
-update. What curves can't tell apart, the final weights and moments do. `causes` has a row for each cause, in the order
+update. Final weights and moments distinguish causes that curves can't. `causes` has a row for each cause, in the order
 in which a run meets them.
 """
 
@@ -117,7 +117,7 @@ def forward(e: Evidence) -> Seen:
         return 1, e.other_model
     if e.fed_otherwise:
         return None
-    if e.first["loss"] > 1:  # then gradients may tell, if rounding may hide it
+    if e.first["loss"] > 1:  # then gradients may show it, if rounding may hide it
         if not e.rounding or not from_forward_pass(e.at_first):
             return None
         how = (

@@ -70,7 +70,7 @@ def narrower(kind: str, tensors: Tensors, exact: Tensors, dtype: str) -> Iterato
 
 
 def judgeable(tensor: np.ndarray, dtype: str) -> bool:
-    """Whether digits tell a dtype: a norm's weights may be too large to move at all in fewer bits than float64."""
+    """Whether digits determine a dtype: a norm's weights may be too large to move at all in fewer bits than float64."""
     return tensor.ndim >= 2 or dtype == "float64" or ROUNDING.get(tensor.dtype.name, 0) > ROUNDING[dtype]
 
 

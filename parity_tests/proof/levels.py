@@ -25,7 +25,7 @@ Tensors = Mapping[str, np.ndarray]
 EXACT = "float64: both sides round alike to 1e-15, and no planted mistake is smaller"
 AMPLIFIED = f"{K} times what a change of the starting weights by 64 roundings has become by then"
 # By level, the widest bound within which runs are called the same. In float64 the smallest of `cases.MISTAKES` moves a
-# loss by 3e-5. Of float32 a clip that is 0.1 % wider moves first moments by 1e-3, and training does not amplify that.
+# loss by 3e-5. In float32 a clip that is 0.1 % wider moves first moments by 1e-3, and training does not amplify that.
 WIDEST = {"mathematics": 1e-6, "distribution": 1e-6, "precision": 1e-3}
 # A policy in less has none: its noise is more from the first step on, and the verdict says what that may hide.
 WIDEST_NOISY = {level: limit for level, limit in WIDEST.items() if level != "precision"}
@@ -37,7 +37,7 @@ DELICATE = "float32 at least, whatever the policy: less loses accuracy that the 
 # The effect of a policy on a loss is one number that drifts from step to step, on either side by chance. In 312 pairs
 # of equal runs in each precision (8 steps; 39 seeds, 2 families, 4 meshes, of which those of a seed are much alike) the
 # ratios of the mean squares fit F with 3 to 4 degrees of freedom on either side in float32 and 5 in bfloat16; the
-# largest was 12.6, as a ratio of roots. Of F(3, 3) that exceeds this, either way, once in 10,000 times.
+# largest was 12.6, as a ratio of roots. F(3, 3) exceeds this, either way, once in 10,000 times.
 DRIFT = 32.0
 # How many times what one side loses the other may lose of the first gradients and the weights. Chosen: in those pairs
 # bfloat16, in which each number is rounded by itself, reached 1.8, where the planted mistakes begin at 19; float32, of
@@ -279,7 +279,7 @@ def precision(
         yield from cost(name, x, others.get(name, float("inf")), limit, ALONE if alone else LOSES)
     for field in compare.FLOOR:
         if any(all(record[field] is None for record in counted(run)) for run in policy):
-            continue  # steps of a user's own tell the loss alone
+            continue  # steps of a user's own return the loss alone
         if field == "learning_rate":
             yield from rates(policy, double)
         elif min(len(counted(run)) for run in policy) >= FEWEST:

@@ -27,7 +27,7 @@ def furthest_apart(other: Run, policy: Pair, exact: Run, still: Collection[str] 
 
 
 def nearer(policy: Pair, exact: Run, other: Run, field: str, still: Collection[str] = ()) -> Iterator[Check]:
-    """Whether their run is nearer to our float64 run than to the `other`, of another `field`, if rounding lets it tell.
+    """Whether their run is nearer to our float64 run than to the `other`, of another `field`, beyond rounding.
 
     A run of ours is much nearer to ours, whatever its rounding; one of the other's twice as near to that at least.
     """

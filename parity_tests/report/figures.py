@@ -39,7 +39,7 @@ class Curve:
 
 
 def short(value: float) -> str:
-    """A number in as few characters as tell it: 0, 92, 0.05, 7.0e-16, 1e-12."""
+    """A number in as few characters as show it: 0, 92, 0.05, 7.0e-16, 1e-12."""
     if not np.isfinite(value):
         return "NaN" if np.isnan(value) else "∞" if value > 0 else "−∞"
     if value == round(value) and abs(value) < 1e15:

@@ -55,7 +55,7 @@ Pair = tuple[Run, Run]
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure, if there is anything to draw, and what is to be said below it."""
+    """A figure, if there is anything to draw, and the text below it."""
 
     title: str
     svg: Markup | None

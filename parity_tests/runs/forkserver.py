@@ -1,6 +1,6 @@
 """`python -m MODULE ...` in processes of their own, forked from one in which what they import is imported already.
 
-Importing torch and what is built on it takes longer than a short run. Of each side's imports there is one process,
+Importing torch and what is built on it takes longer than a short run. Each side's imports are in one process,
 which has computed nothing: a fork of it begins as a new process would.
 """
 
@@ -30,7 +30,7 @@ OUTPUTS = {1: "stdout", 2: "stderr"}  # by file descriptor
 
 
 def run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> CompletedProcess[str]:
-    """A command to its end: its exit code and what it said. Raises TrainingError where it could not be begun."""
+    """A command to its end: its exit code and output. Raises TrainingError where it could not be begun."""
     about = (t for w in (module, *arguments) for side, t in TRAIN.items() if w == t or w.partition(".")[0] == side)
     imported = next(about, NOTHING)
     with TemporaryDirectory() as folder:

@@ -1,2 +1,2 @@
-"""Families of models: plain modules, and a row each in `rows.py`. What is split over ranks they meet as `context`,
-`dispatch` and `images`, which `parallelize` gives them, and as DTensors."""
+"""Families of models: plain modules, and a row each in `rows.py`. They reach other ranks through `context`,
+`dispatch` and `images`, which `parallelize` sets, and through DTensors."""

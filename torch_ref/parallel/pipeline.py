@@ -1,6 +1,6 @@
 """A model in stages over the mesh axis `pipeline`, by the schedules of `torch.distributed.pipelining`.
 
-Of S ranks with v parts each, rank s has the parts s, S + s, ...; an interleaved schedule has several. A rank sends the
+With S ranks of v parts each, rank s has the parts s, S + s, ...; an interleaved schedule has several. A rank sends the
 activations of each microbatch to the next one, and their gradients back: B·T·D numbers each. FSDP2 below a schedule
 keeps unsharded gradients and reduces them once a step. A tied embedding is on the first rank and on the last, and its
 gradients are summed over both.

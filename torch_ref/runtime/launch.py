@@ -70,7 +70,7 @@ def launched() -> bool:
 
 
 def quiet() -> bool:
-    """Whether another rank says what is wrong: all ranks see the same arguments. Of a number that none of them has, no
+    """Whether another rank says what is wrong: all ranks see the same arguments. For a number that none of them has, no
     other can."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "")
     return rank.isdecimal() and int(rank) > 0 and not (size.isdecimal() and int(rank) >= int(size))
@@ -140,7 +140,7 @@ def plan(parallel: Parallel, device: str) -> Plan:
 
 @contextmanager
 def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
-    """This rank's membership: a mesh with the axes data, fsdp and tensor. What is `offloaded` is summed by gloo."""
+    """This rank's membership: a mesh with the axes data, fsdp and tensor. `offloaded` state is summed by gloo."""
     rank = environment_integer("RANK")
     local_rank = environment_integer("LOCAL_RANK", rank)
     store = os.environ.get("TORCH_REF_STORE")
@@ -189,8 +189,8 @@ def meeting(rank: int) -> Iterator[None]:
 def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
     """Around collectives: where one fails for want of another rank, one line in place of the backend's stack trace.
 
-    One of the ranks that are left says it, and each ends with 1. Of ranks `of_start`, one that ends says why itself, or
-    `start` does.
+    One of the ranks that are left says it, and each ends with 1. Among ranks `of_start`, one that ends says why itself,
+    or `start` does.
     """
     try:
         yield

@@ -1,6 +1,6 @@
 """Rendezvous of a launcher's ranks at torch's store, before they join a process group.
 
-What a launcher sets may be wrong on one rank alone: that rank reports it, and the others, which would wait for it in
+A launcher's settings may be wrong on one rank alone: that rank reports it, and the others, which would wait for it in
 `init_process_group`, end with it.
 """
 

@@ -15,7 +15,7 @@ class InputKind:
 
     batch: type[Batches]
     dtype: DTypeLike
-    """Of the inputs; targets are int64."""
+    """Dtype of the inputs; targets are int64."""
     has_times: bool
     """Whether dimension 1 is time."""
 

@@ -34,7 +34,7 @@ from torch_ref.training.step import Rows, Watch
 Arrays = dict[str, np.ndarray]
 
 # Tensor parallelism leaves slices along dimension 2 of these functions of attention, and of modules whose style is one
-# of SLICED: columns or heads. Of the rest sequence parallelism may leave times, along dimension 1.
+# of SLICED: columns or heads. Sequence parallelism may leave times of the others, along dimension 1.
 OF_HEADS = {"q_rotated", "k_rotated", "attended"}
 SLICED = {"column", "heads"}
 SPLIT = 2

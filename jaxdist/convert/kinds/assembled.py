@@ -125,7 +125,7 @@ class Weights:
     def content(self, state: State | None, step: int | None, schedule: Schedule, origin: Origin) -> Content:
         """The content: with the optimizer of its `state`, which continues by `schedule`.
 
-        `step`: steps done, None where only the optimizer's count tells. Raises ConfigError.
+        `step`: steps done, None where only the optimizer has a count. Raises ConfigError.
         """
         groups: dict[str, Leaves] = {PARAMETERS: self.parameters}
         first = next(iter(groups[PARAMETERS].values()))

@@ -120,8 +120,8 @@ class Tensors:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Plain values and trees of them, by their full names: step, groups, scheduler. What is more than these stays
-        behind, and it says so."""
+        """Plain values and trees of them, by their full names: step, groups, scheduler. Larger values stay behind, as a
+        note says."""
         found: dict[str, Any] = {}
         behind: list[str] = []
         for name in (n for n in self.index.state_dict_metadata if n not in self.leaves):
@@ -134,8 +134,8 @@ class Tensors:
 
     @cached_property
     def others(self) -> list[str]:
-        """The tensors that are neither weight nor moment: counters, averages. What is larger than all files shows a few
-        numbers many times: it stays behind, and it says so."""
+        """The tensors that are neither weight nor moment: counters, averages. A tensor larger than all
+        files repeats a few numbers: it stays behind, as a note says."""
         states, counts = self.prefixes["optimizer"] + STATE, ".step"
         known = {*self.weights, *(n for n in self.leaves if n.startswith(states) and not n.endswith(counts))}
         others = [name for name in self.leaves if name not in known]
@@ -199,7 +199,7 @@ def _check_alone(path: Path, tensors: Tensors, known: Callable[[str], bool]) -> 
 def read_content(
     path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
 ) -> Content:
-    """The content of a checkpoint, or of a run's newest complete one as far as small files tell: the large ones
+    """The content of a checkpoint, or of a run's newest complete one as far as the small files show: the large ones
     of `Content.checkpoint` are still to be compared. Raises ConfigError."""
     found = complete_checkpoint(path, "small")
     tensors = Tensors(found)

@@ -11,7 +11,7 @@ from jaxdist.runs.display import say
 
 
 def experiment_of(path: Path, tree: Mapping[str, Any], wanted: Experiment | None) -> Experiment:
-    """The experiment that the file tells, with what --model, `wanted`, sets in place of it.
+    """The experiment of the file, with what --model, `wanted`, sets in place of it.
 
     Raises ConfigError where this is another model."""
     source, settings = f"{path}: {SOURCE}", sections(path, tree)

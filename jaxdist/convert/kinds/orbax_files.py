@@ -1,6 +1,6 @@
 """Orbax checkpoints of jaxdist: `checkpoints/<step>/`, read and written a layer at a time.
 
-Our arrays hold all layers. What is converted are their layers, under the names of LAYERS, each of which can be read by
+Our arrays hold all layers. The conversion takes single layers, under the names of LAYERS, each of which can be read by
 itself: those of a run and those written here lie in chunks of one layer.
 """
 
@@ -50,7 +50,7 @@ def described(path: Path) -> dict[str, Leaf]:
 
 
 def read_content(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
-    """The content of a checkpoint, or of a run's newest complete one as far as small files tell: the large ones
+    """The content of a checkpoint, or of a run's newest complete one as far as the small files show: the large ones
     of `Content.checkpoint` are still to be compared. Raises ConfigError."""
     found = checkpoint.locate(path, "small")
     experiment = agreed(str(path), read_experiment(found), wanted)

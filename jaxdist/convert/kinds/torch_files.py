@@ -100,7 +100,7 @@ def described(path: Path) -> dict[str, Leaf]:
 
 
 def experiment_in(path: Path) -> Experiment:
-    """The experiment that a file or the config.json beside it tells, whether or not its tensors are those of the model.
+    """The experiment of a file or of the config.json beside it, whether or not its tensors are those of the model.
 
     Raises ConfigError, also where there is none."""
     tree = load(path)

@@ -1,6 +1,6 @@
 """Files of `torch.save` with room for tensors, which are written in any order, by several threads.
 
-Such a file is a zip with a record for each storage; the checksum of a record stands behind it and in the directory.
+Such a file is a zip with a record for each storage; the checksum of a record follows it and is in the directory.
 """
 
 import struct
@@ -21,7 +21,7 @@ from jaxdist.formats.torch_files import tensors_of
 from jaxdist.formats.torch_zips import STORAGES, begin_of
 
 CENTRAL = "<28x3H12x"  # an entry of the directory: lengths of what follows it
-DESCRIPTOR_SUM, CENTRAL_SUM = 4, 16  # where the checksum stands in either
+DESCRIPTOR_SUM, CENTRAL_SUM = 4, 16  # offsets of the checksum in either
 
 
 class TorchFile:

@@ -206,7 +206,7 @@ def _argued(
 
 
 def logged_schedule(path: Path, state: State, trainer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schedule's fields of an optimizer section, by the rates that trainer_state.json logs; empty where they tell
+    """The schedule's fields of an optimizer section, by the rates that trainer_state.json logs; empty where they fit
     none."""
     peak, rate = (state.first_group.get(key) for key in ("initial_lr", "lr"))
     steps, done, logged = (trainer.get(key) for key in ("max_steps", "global_step", "log_history"))

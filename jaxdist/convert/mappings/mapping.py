@@ -18,7 +18,7 @@ a float32 number (root and product are rounded), or half a unit in the last plac
 A row with `optional = true` is left out where ours has no such parameter, as a head that is the embedding.
 
 `ours` may lie deeper in the tree, as below `params.params.` of a training state: all rows below the same prefix.
-What lies outside of it stays behind.
+Entries outside of it stay behind.
 
 Where one side keeps in one array what the other keeps in several, each has a row: `part = 0` is the first entry of our
 array's first axis (the layers not counted), `chunk = [0, 3]` the first of three equal pieces of theirs:
@@ -150,7 +150,7 @@ class KeyMapping:
     def below(self, names: Collection[str]) -> str:
         """The prefix, such as `params.params.`, under which names of ours have most rows, and the shortest of several;
         one of an optimizer or of averages only where no other has a row. Empty where none has a row."""
-        prefixes: dict[str, set[str]] = defaultdict(set)  # the end of a name -> what stands before it
+        prefixes: dict[str, set[str]] = defaultdict(set)  # the end of a name -> its beginnings
         for name in names:
             parts = name.split(".")
             for start in range(len(parts)):

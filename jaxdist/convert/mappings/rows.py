@@ -108,7 +108,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def missing_layers(before: str, numbers: Collection[int]) -> list[int]:
-    """Numbers of layers that are missing up to the last; `before` is what stands before them in names. A list counts
+    """Numbers of layers that are missing up to the last; `before` is the text before them in names. A list counts
     from 0, as `layers.0`; a name that ends in its number may count from 1, as `layer1`."""
     first = 0 if before.endswith(".") or not before else min(1, *numbers)
     return sorted({*range(first, max(numbers))} - {*numbers})

@@ -2,7 +2,7 @@
 
 Names that differ in one number are folded into one (`layers.{layer}.mlp`), so that a row stands for all layers. What
 fits by shape is scored by the words that the names share, rare words for more, and assigned so that the sum of scores
-is largest. What is left over is tried again name by name, and then as arrays that the other side keeps in pieces.
+is largest. Names left over are tried again name by name, and then as arrays that the other side keeps in pieces.
 """
 
 import math
@@ -58,7 +58,7 @@ SYNONYMS = {
 }  # fmt: skip
 WEIGHTS = {"kernel", "scale", "embedding", "weight", "w", "gamma"}
 BIASES = {"bias", "b", "beta"}
-# Whether a leaf's dimensions are in torch's order, where its shape does not tell.
+# Whether a leaf's dimensions are in torch's order, where its shape does not show it.
 TORCH_ORDER = {"kernel": False, "embedding": True}
 
 
@@ -91,7 +91,7 @@ class Suggestion:
     theirs_left: tuple[str, ...]
 
     def save(self, path: Path | str) -> None:
-        """Write the file to edit; what is unsure or left over stands in it as comments."""
+        """Write the file to edit; rows that are unsure or left over are comments in it."""
         left = [f"in no row, ours: {name}" for name in self.ours_left]
         left += [f"in no row, theirs: {name}" for name in self.theirs_left]
         self.mapping.save(path, self.unsure, left)
@@ -136,7 +136,7 @@ def fold(shapes: Shapes) -> list[Node]:
         for match in re.finditer(r"\d+", name):
             template = name[: match.start()] + LAYER + name[match.end() :]
             groups[template, shape, template.index(LAYER)].append((int(match[0]), name))
-    numbered: dict[str, set[int]] = defaultdict(set)  # what stands before a number -> the numbers
+    numbered: dict[str, set[int]] = defaultdict(set)  # the part before a number -> the numbers
     for (template, _, _), members in groups.items():
         numbered[template.partition(LAYER)[0]].update(number for number, _ in members)
     taken: dict[str, Node] = {}

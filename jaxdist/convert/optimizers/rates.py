@@ -35,7 +35,7 @@ class Recorded(NamedTuple):
 
 
 def peak_in(group: Mapping[str, Any]) -> Any:
-    """The peak learning rate that a group of torch's tells, None without one: OneCycleLR begins at a share of it, its
+    """The peak learning rate that a group of torch's has, None without one: OneCycleLR begins at a share of it, its
     `initial_lr`."""
     return group.get("max_lr", group.get("initial_lr"))
 
@@ -61,8 +61,8 @@ def going_on(recorded: Recorded, experiment: Experiment, whose: str, peak: Peak 
     """The schedule's fields of an optimizer section, for every kind of checkpoint that has an optimizer of torch's.
 
     A given schedule comes first, that of `experiment`: `whose` it is, --model's or the checkpoint's own; empty without
-    one. Then that of the scheduler or a log. Else the current rate stays, and it is said. `peak` decides as in
-    `peak_of`. Without groups all settings are those of `experiment`, and they are said. Raises ConfigError."""
+    one. Then that of the scheduler or a log. Else the current rate stays, with a note. `peak` decides as in
+    `peak_of`. Without groups all settings are those of `experiment`, with a note. Raises ConfigError."""
     path = recorded.path
     if not recorded.groups:
         return _without_groups(path, experiment.optimizer, whose, peak)
@@ -190,7 +190,7 @@ def _rule(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def peak_of(recorded: Recorded, scheduled: tuple[str, Experiment], peak: Peak | None) -> dict[str, Any]:
-    """The peak, a field of an optimizer section: that of the groups where they tell it; else that of the schedule where
+    """The peak, a field of an optimizer section: that of the groups where they have it; else that of the schedule where
     this has the current rate, or where `peak` says so; or the current rate where `peak` says that.
 
     `scheduled`: whose schedule, and the experiment with it. Raises ConfigError, with both rates, where nothing decides.

@@ -1,4 +1,4 @@
-"""The state of torch's optimizers by parameter: they number them, and only their order tells which is which."""
+"""The state of torch's optimizers by parameter: they number them, and only their order identifies them."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ STATE_DICT_KEYS = {"state", "param_groups"}  # keys that every optimizer's state
 
 class Rule(NamedTuple):
     """An update rule of torch: its name in a config, whether a group of such a state is of it, what makes a group
-    unlike ours, the fields that its groups tell, and the optimizer with these fields over given groups."""
+    unlike ours, the fields that its groups have, and the optimizer with these fields over given groups."""
 
     name: str
     made: Callable[[Group], bool]
@@ -102,7 +102,7 @@ TORCH_RULES = (
 
 
 def plugin_rule(name: str) -> Rule:
-    """The rule of a plugin's optimizer, whose groups tell no more than every optimizer's."""
+    """The rule of a plugin's optimizer, whose groups have no more than every optimizer's."""
     return Rule(
         name, lambda group: True, MAXIMIZES, RATE,
         lambda groups, rate, o: torch.optim.Optimizer(groups, {"lr": rate, "weight_decay": 0.0}),

@@ -1,7 +1,7 @@
 """The schedule of the Hugging Face Trainer, from its arguments or from the learning rates that it logged.
 
-Its scheduler.pt has no rule. training_args.bin tells it; without that file the rates do: of linear, cosine and constant
-after a linear warm-up (transformers' `get_scheduler`), the one that fits all.
+Its scheduler.pt has no rule. training_args.bin names it; without that file the rates show it: of linear, cosine and
+constant after a linear warm-up (transformers' `get_scheduler`), the one that fits all.
 """
 
 import math

@@ -228,7 +228,7 @@ def _window(variant: Variant, settings: Settings, layers: int) -> int:
     """The window of all layers, 0 for none. Raises ConfigError where the layers differ."""
     if variant.window == "never":
         return 0
-    # A null means no window; only an absent key means the default. Of 0 keys there would be nothing to attend to.
+    # A null means no window; only an absent key means the default. A window of 0 would leave nothing to attend to.
     kind = WINDOW if variant.window == "always" else COUNT_OR_ZERO
     window: int = value(settings, "sliding_window", kind, 0)
     if variant.window == "always" or not window:

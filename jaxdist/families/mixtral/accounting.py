@@ -83,7 +83,7 @@ class MixtureFootprint(DecoderFootprint):
     @property
     def grouped(self) -> float:
         """Bytes at work in products by blocks of rows: what these have beside a block's, and gradients of two kernels
-        of all of a device's experts. What is kept in 16 bits is float32 by then, if it is not computed again."""
+        of all of a device's experts. Activations kept in 16 bits are float32 by then, unless they are recomputed."""
         m, mesh = self.mixture, self.mesh
         if self.platform == "tpu":
             return 0.0

@@ -33,9 +33,9 @@ from jaxdist.config import Experiment
 from jaxdist.families.resnet.config import ResNet, halved
 from jaxdist.parallel.sharding import TOKENS, ParamSpec, strategy
 
-# The tables are of numbers an image, height · width · channels each. Of the stem or a block: C what all convolutions
-# put out, A what of that goes through relu, the stem's through max-pooling too, O the largest output of a convolution.
-# Sizes of max-pooling: P its output, W its padded input.
+# The tables are of numbers an image, height · width · channels each. In the stem or a block: C the outputs of all
+# convolutions, A what of that goes through relu, the stem's through max-pooling too, O the largest output of a
+# convolution. Sizes of max-pooling: P its output, W its padded input.
 
 # Arrays that a block keeps from forward to backward: the inputs of batch norms and convolutions.
 SAVED: Arrays = {"C": (1, 0), "A": (1, 0)}
@@ -234,8 +234,8 @@ def statistics(
 ) -> Mapping[str, float]:
     """Least bytes a device must send per step for batch norms, the only activations that meet, by mesh axis.
 
-    Global: of each microbatch mean and variance, and backward their gradients, 4C numbers a batch norm. Of a replica's
-    own the first's running statistics are sent to the others, once a step.
+    Global: of each microbatch mean and variance, and backward their gradients, 4C numbers a batch norm. Per replica,
+    the first's running statistics are sent to the others, once a step.
     """
     e, wide = experiment, max(ITEMSIZE[str(experiment.precision.compute)], 4)
     running = max(ITEMSIZE[str(e.precision.parameters)], 4)
