@@ -300,14 +300,14 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("--json", action="store_true", help="print one JSON object; print everything else to stderr")
     add_plugins(parser)
     add_fields(parser)
-    given = vars(parser.parse_args(argv))
-    own = {name: given.pop(name) for name in (
+    options = vars(parser.parse_args(argv))
+    own = {name: options.pop(name) for name in (
         "config", "hardware", "memory", "compiled", "recommend", "devices", "top", "output", "json"
     )}  # fmt: skip
-    a = argparse.Namespace(**own, fields=given)
+    a = argparse.Namespace(**own, fields=options)
     if a.recommend != bool(a.devices):
         raise ConfigError("--recommend and --devices N go together; give both, or --mesh alone")
-    if a.recommend and (a.compiled or "parallel.mesh" in given):
+    if a.recommend and (a.compiled or "parallel.mesh" in options):
         raise ConfigError("--recommend chooses the mesh and compiles nothing; leave --mesh and --compiled out")
     return a
 

@@ -93,15 +93,15 @@ def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
     return Proof.against(theirs, a.experiment, output, a.device), a.more["bisect"], init
 
 
-def run_at(given: str) -> Run:
+def run_at(text: str) -> Run:
     """The run folder of another loop. Raises ConfigError."""
     try:
-        path = user_path(given)
+        path = user_path(text)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--against {error}; give torch, transformers, or a run folder") from None
     if not (path / "config.toml").exists():
         raise ConfigError(
-            f"--against {given}: not a run folder, it lacks config.toml; give torch, transformers, or a run"
+            f"--against {text}: not a run folder, it lacks config.toml; give torch, transformers, or a run"
         )
     run = Run(f"run {path.name}", path)
     run.check()

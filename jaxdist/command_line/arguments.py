@@ -133,13 +133,13 @@ class Parser(argparse.ArgumentParser):
                 continue
             flag, _, value = text.partition("=")
             flag = flag if flag.startswith("-") else f"--{flag}"  # as name=value of Hydra and OmegaConf
-            given = value or (None if following.startswith("-") else following)
-            yield f"unknown argument {text!r}; {self._hint(flag, given)}"
+            argument = value or (None if following.startswith("-") else following)
+            yield f"unknown argument {text!r}; {self._hint(flag, argument)}"
 
-    def _hint(self, flag: str, given: str | None) -> str:
+    def _hint(self, flag: str, value: str | None) -> str:
         """The flag to use in place of an unknown one: by its meaning, its last part, or its spelling."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        if hint := flag_here(flag, given, flags, SHORTCUTS):
+        if hint := flag_here(flag, value, flags, SHORTCUTS):
             return hint
         name = plain(flag.lstrip("-"))
         last = name.rpartition(".")[2]
@@ -321,7 +321,7 @@ def _check_start(experiment: Experiment, start: Source, overrides: Mapping[str, 
     of flags alone, or of the `config` that has a model section."""
     different = model_differences(experiment.model, start.model)
     flags = [f"--{name}" for field in different if (name := f"model.{field}") in overrides]
-    given = {field: there for field, (_, there) in different.items()}
+    recorded = {field: there for field, (_, there) in different.items()}
     if config.startswith("--resume"):
         fix = f"leave out --init {start.path}: the run continues with its own weights"
     elif not config:
@@ -329,7 +329,7 @@ def _check_start(experiment: Experiment, start: Source, overrides: Mapping[str, 
     elif "family" in different:
         fix = f"leave out {config} and every --model flag: --init gives the model then"
     else:
-        fix = f"give {' '.join(f'--model.{field} {as_argument(there)}' for field, there in given.items())}"
+        fix = f"give {' '.join(f'--model.{field} {as_argument(there)}' for field, there in recorded.items())}"
     same_model(experiment.model, start.model, f"--init {start.path}", fix)
 
 
@@ -385,21 +385,21 @@ def parse(
     own = [parser.add_argument(flag, **option).dest for flag, option in options.items()]
     add_plugins(parser)
     add_fields(parser)
-    given = vars(parser.parse_args(argv))
-    run = {name: given.pop(name) for name in ("config", "output", "resume", "init", "device")}
+    parsed = vars(parser.parse_args(argv))
+    run = {name: parsed.pop(name) for name in ("config", "output", "resume", "init", "device")}
     _resolve_resume(run)
     if run["init"] is not None and not run["init"].exists():
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
-    run["more"] = {name: given.pop(name) for name in own}
+    run["more"] = {name: parsed.pop(name) for name in own}
     run["init"] = run["init"] and folder_of(run["init"])
     start = describe(run["init"]) if run["init"] else None
     of_run = run["resume"] and run["config"] is None and (run["output"] / RUN_CONFIG).is_file()
     config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
-    experiment = load(config, given, option, start)
+    experiment = load(config, parsed, option, start)
     if run["init"]:
         experiment = experiment.pinning(weight_fields(experiment.model))
     notes = dict.fromkeys((*(start.notes if start else ()), *config_notes(run["config"])))
-    stated = not run["init"] or start or config or any(name.startswith("model.") for name in given)
+    stated = not run["init"] or start or config or any(name.startswith("model.") for name in parsed)
     return Arguments(experiment=experiment, notes=tuple(notes), model_stated=bool(stated), **run)
 
 

@@ -92,8 +92,8 @@ OTHERWISE = {
 
 LEFT = "where fsdp is the devices that are left; if none are, leave it out and add --strategy ddp"
 
-# (Field or flag, what its value is here, made of the one given by {}; what to know of it) -> names elsewhere.
-MADE = {
+# (Field or flag, what its value is here, with the value there in place of {}; what to know of it) -> names elsewhere.
+TEMPLATES = {
     ("parallel.mesh", "tensor={}"): "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
     "tensor_model_parallel_size ici_tensor_parallelism",
     ("parallel.mesh", "pipeline={}"): "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
@@ -122,7 +122,7 @@ MADE = {
     ("resume", ""): "resume_from_checkpoint ckpt_path resume_from load_checkpoint auto_resume",
 }
 
-# Field of MADE -> its value where another's flag or key is set to one of NO.
+# Field of TEMPLATES -> its value where another's flag or key is set to one of NO.
 OFF = {
     "parallel.sequence": "false", "precision.policy": "fp32", "memory.remat": "none", "train.compile": "false",
     "metrics.tensorboard": "false", "data.last": "continue", "data.documents": "padded",
@@ -270,7 +270,7 @@ def _by_word(table: Mapping[str, str]) -> dict[str, str]:
 NAMES: dict[str, Meaning] = {
     **{word: Meaning(field) for word, field in _by_word(SAME).items()},
     **{word: Meaning(field, counts=here) for field, (words, here) in OTHERWISE.items() for word in words.split()},
-    **{word: Meaning(*made) for made, words in MADE.items() for word in words.split()},
+    **{word: Meaning(*meaning) for meaning, words in TEMPLATES.items() for word in words.split()},
 }
 NOT_HERE_NAMES = _by_word(NOT_HERE)
 AXIS_NAMES = _by_word(AXES)
@@ -332,10 +332,10 @@ def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Ma
     candidates = (*short, f"--{meaning.field}", f"--{meaning.field.rpartition('.')[2]}")
     if (ours := next((candidate for candidate in candidates if candidate in known), None)) is None:
         return None
-    if (made := _value(meaning, value)) is None:
+    if (ours_value := _value(meaning, value)) is None:
         return "leave it out"
-    theirs = f"{flag} {value or 'N'}" if made not in ("", meaning.value) else flag
-    return f"{theirs} is {f'{ours} {made}'.rstrip()} here{_along(meaning.field, value, meaning.counts)}"
+    theirs = f"{flag} {value or 'N'}" if ours_value not in ("", meaning.value) else flag
+    return f"{theirs} is {f'{ours} {ours_value}'.rstrip()} here{_along(meaning.field, value, meaning.counts)}"
 
 
 def field_here(name: str, value: Any) -> str | None:
@@ -345,9 +345,9 @@ def field_here(name: str, value: Any) -> str | None:
         return NOT_HERE_NAMES.get(plain(name))
     if "." not in meaning.field:
         return None
-    if (made := _value(meaning, value)) is None:
+    if (ours_value := _value(meaning, value)) is None:
         return "leave it out"
-    ours = f"{meaning.field} = {_toml(made)}" if made else meaning.field
+    ours = f"{meaning.field} = {_toml(ours_value)}" if ours_value else meaning.field
     return f"{name} is {ours} here{_along(meaning.field, value, meaning.counts)}"
 
 

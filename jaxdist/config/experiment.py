@@ -259,29 +259,29 @@ def section_type(name: str, values: Mapping[str, Any]) -> type[Section]:
 def _explain(problem: Any, values: dict[str, Any]) -> str:
     """One pydantic error in the config's own terms: field, value and fix."""
     place = [str(part) for part in problem["loc"]]
-    field, given, kind = ".".join(place), problem["input"], problem["type"]
+    field, value, kind = ".".join(place), problem["input"], problem["type"]
     if kind == "extra_forbidden":
-        return f"{field} = {given!r}: no such field; {_field_hint(place, given, values)}"
+        return f"{field} = {value!r}: no such field; {_field_hint(place, value, values)}"
     if kind == "value_error":  # our own validators already say everything
         return str(problem["ctx"]["error"])
     if kind in ("model_type", "model_attributes_type"):  # pydantic speaks of models, and means tables
-        return f"{field} = {given!r}: must be a table of fields"
+        return f"{field} = {value!r}: must be a table of fields"
     choices = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))  # of a Literal
-    hint = value_hint(field, given, choices)
-    return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{f'; {hint}' if hint else ''}"
+    hint = value_hint(field, value, choices)
+    return f"{field} = {value!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{f'; {hint}' if hint else ''}"
 
 
-def _field_hint(place: Sequence[str], given: Any, values: Mapping[str, Any]) -> str:
+def _field_hint(place: Sequence[str], value: Any, values: Mapping[str, Any]) -> str:
     """A hint for an unknown section or field."""
     name, fields = plain(place[-1]), Experiment.model_fields
-    if len(place) == 1 and isinstance(given, Mapping):
+    if len(place) == 1 and isinstance(value, Mapping):
         section = SECTION_NAMES.get(name)
         return f"[{place[0]}] is [{section}] here" if section else nearest(name, fields)
     if len(place) > 1:
         fields = section_type(place[0], values).model_fields
     if name in fields:
         return f"did you mean {name!r}?"
-    return field_here(place[-1], given) or nearest(place[-1], fields)
+    return field_here(place[-1], value) or nearest(place[-1], fields)
 
 
 def as_argument(value: Any) -> str:

@@ -24,8 +24,8 @@ Need = tuple[tuple[str, ...], int]  # sizes, whose product has to be a multiple 
 
 def sizes_to_grow(e: "Experiment", axes: Mapping[str, int]) -> dict[str, int]:
     """Field -> value, for each that has to be larger before the mesh divides all sizes."""
-    given = _sizes(e)
-    sizes = dict(given)
+    own = _sizes(e)
+    sizes = dict(own)
     while True:
         before = dict(sizes)
         for names, parts in needs(e, axes):
@@ -39,7 +39,7 @@ def sizes_to_grow(e: "Experiment", axes: Mapping[str, int]) -> dict[str, int]:
         if e.model.positions:
             sizes["positions"] = max(sizes["positions"], sizes["sequence"])
         if sizes == before:  # no size is ever passed beyond a multiple of all that it needs
-            return {field(name): size for name, size in sizes.items() if size != given[name]}
+            return {field(name): size for name, size in sizes.items() if size != own[name]}
 
 
 def mesh_to_fit(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed: str) -> dict[str, int]:

@@ -58,11 +58,11 @@ class ImageModel(Model):
                 "row of logits for each image; leave it out"
             )
         if e.memory.remat != "none" or e.memory.offload:
-            given = f"memory.remat = {e.memory.remat}"
+            setting = f"memory.remat = {e.memory.remat}"
             if e.memory.remat == "none":
-                given = f"memory.offload = {','.join(e.memory.offload)}"
+                setting = f"memory.offload = {','.join(e.memory.offload)}"
             raise ValueError(
-                f"{given} with model.family = {self.family}: a batch norm that is computed again would move its "
+                f"{setting} with model.family = {self.family}: a batch norm that is computed again would move its "
                 "running statistics twice, as in torch, and nothing of an image model waits on the host; leave it out"
             )
         for field, values in (("pixel_mean", e.data.pixel_mean), ("pixel_std", e.data.pixel_std)):

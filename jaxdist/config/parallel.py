@@ -122,8 +122,8 @@ class Parallel(Section):
         sizes = dict.fromkeys(AXES, 1)
         field = f"parallel.mesh = {self.mesh!r}"
         if "=" in self.mesh:
-            given = [part.partition("=")[::2] for part in self.mesh.split(",")]
-            for axis in (names := [axis.strip() for axis, _ in given]):
+            sizes_by_axis = [part.partition("=")[::2] for part in self.mesh.split(",")]
+            for axis in (names := [axis.strip() for axis, _ in sizes_by_axis]):
                 if axis not in AXES:
                     ours = AXIS_NAMES.get(plain(axis))
                     hint = f"{axis} is {ours} here" if ours else nearest(axis, AXES)
@@ -135,8 +135,8 @@ class Parallel(Section):
             parts = self.mesh.split("x")
             if len(parts) > 2:
                 raise ConfigError(f"{field}: name the axes of a mesh of three or more, as data=2,fsdp=2,tensor=2")
-            given = list(zip((batch_axis, "tensor"), parts, strict=False))
-        for axis, text in given:
+            sizes_by_axis = list(zip((batch_axis, "tensor"), parts, strict=False))
+        for axis, text in sizes_by_axis:
             try:
                 size = int(text)
             except ValueError:

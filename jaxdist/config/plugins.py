@@ -116,12 +116,12 @@ def optional(rows: Registry[Any], name: str, field: str, kind: type = object) ->
     return None if found is None else checked(found, kind, f"{named(rows, name)}: {field} =")
 
 
-def checked(found: Any, kind: type, given: str) -> Any:
-    """An object of a plugin's that is to be an instance of `kind`. Raises ConfigError for another, which `given` says
+def checked(found: Any, kind: type, source: str) -> Any:
+    """An object of a plugin's that is to be an instance of `kind`. Raises ConfigError for another, which `source` says
     where it comes from."""
     if not isinstance(found, kind):
         wanted = f"{kind.__module__}.{kind.__qualname__}"
-        raise ConfigError(f"{given} {reprlib.repr(found)}; give an instance of {wanted}")
+        raise ConfigError(f"{source} {reprlib.repr(found)}; give an instance of {wanted}")
     return found
 
 
@@ -132,8 +132,8 @@ def function(rows: Registry[Any], name: str, field: str, needed: str, kind: type
 
     def guarded(*arguments: Any) -> Any:
         with running(rows, name, field):
-            made = found(*arguments)
-        return checked(made, kind, f"{named(rows, name)}: {field} returns")
+            returned = found(*arguments)
+        return checked(returned, kind, f"{named(rows, name)}: {field} returns")
 
     return guarded
 

@@ -70,9 +70,9 @@ class Registry(Mapping[str, Row], Generic[Row]):
         """
         self._load()
         if not isinstance(row, self._row):
-            given, wanted = (f"{kind.__module__}.{kind.__qualname__}" for kind in (type(row), self._row))
+            actual, wanted = (f"{kind.__module__}.{kind.__qualname__}" for kind in (type(row), self._row))
             raise ConfigError(
-                f"{owner.name} registers as {self.kind} {reprlib.repr(row)}, a {given}; give an instance of {wanted}"
+                f"{owner.name} registers as {self.kind} {reprlib.repr(row)}, a {actual}; give an instance of {wanted}"
             )
         if not isinstance(row.name, str) or not row.name:
             raise ConfigError(f"{owner.name} registers a {self.kind} with name = {row.name!r}; give it a text as name")
@@ -185,9 +185,9 @@ class Family:
             "aliases": (self.aliases, Mapping, "a mapping of names in other programs to what else to set for these"),
             "zero_gradients": (self.zero_gradients, tuple, "a tuple of endings of the names of parameters"),
         }
-        for piece, (given, kind, wanted) in pieces.items():
-            if not (isinstance(given, kind) and all(isinstance(text, str) for text in given)):
-                raise ConfigError(f"family {self.name!r}: {piece} = {reprlib.repr(given)}; give {wanted}")
+        for piece, (value, kind, wanted) in pieces.items():
+            if not (isinstance(value, kind) and all(isinstance(text, str) for text in value)):
+                raise ConfigError(f"family {self.name!r}: {piece} = {reprlib.repr(value)}; give {wanted}")
 
 
 FAMILIES: Registry[Family] = Registry("family", Family, "jaxdist.families.rows")

@@ -55,9 +55,9 @@ def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
             report["missing_keys"] = [name for name in report["missing_keys"] if not name.endswith(".bias")]
         if wrong := [f"{what} {report[what]}" for what in INCOMPLETE if report.get(what)]:
             raise ValueError("; ".join(wrong))
-        given = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy() if images else inputs.astype(np.int64))
+        batch = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy() if images else inputs.astype(np.int64))
         with torch.no_grad():
-            return np.asarray(model.eval()(given).logits.numpy())
+            return np.asarray(model.eval()(batch).logits.numpy())
     except Exception as error:  # of files and of a config that it does not take, many kinds
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         raise TrainingError(

@@ -34,40 +34,40 @@ OTHER_CHECKPOINT = re.compile(rf"\d+({re.escape(DAMAGED)}(-\d+)?)?")
 LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how a torch file of before 1.6 begins
 
 
-def check_apart(given: Path, read: Mapping[str, Path | None], force: bool) -> None:
+def check_apart(shown: Path, read: Mapping[str, Path | None], force: bool) -> None:
     """Raises ConfigError where a conversion to TARGET would take what it reads, or by `force` what a run writes."""
-    target = given.resolve()
-    with refusing(given):
+    target = shown.resolve()
+    with refusing(shown):
         replaced = force and target.exists()
         removed = [sibling(target, part) for part in ("partial", "old")] + [target] * replaced
         for name, path in read.items():
             found = path and path.resolve()
             if found and (any(map(found.is_relative_to, removed)) or (replaced and target.is_relative_to(found))):
                 raise ConfigError(
-                    f"TARGET {given}{' with --force' * force} would replace {name} {path}; give another TARGET"
+                    f"TARGET {shown}{' with --force' * force} would replace {name} {path}; give another TARGET"
                 )
         if replaced:
             with no_run_in(target):
                 pass
 
 
-def check_replaceable(given: Path, coming: Mapping[str, bytes], there: Path) -> None:
+def check_replaceable(shown: Path, coming: Mapping[str, bytes], there: Path) -> None:
     """Raises ConfigError where --force would take what is not a checkpoint, and OSError.
 
-    TARGET as it was `given`, and where it lies. `coming`: files that the new one has besides its weights.
+    TARGET as it was `shown`, and where it lies. `coming`: files that the new one has besides its weights.
     """
     target = there.resolve()
     if not (is_file(target) if target.is_file() else is_folder(target)):
         raise ConfigError(
-            f"TARGET {given} is not a checkpoint, and --force replaces nothing else; remove it, or give another"
+            f"TARGET {shown} is not a checkpoint, and --force replaces nothing else; remove it, or give another"
         )
     if target.is_file():
         return
     if other := next(other_checkpoints(target), None):
-        raise ConfigError(f"TARGET {given} has {other} too, and --force replaces one checkpoint; move it elsewhere")
+        raise ConfigError(f"TARGET {shown} has {other} too, and --force replaces one checkpoint; move it elsewhere")
     if other := next(others(target, coming), None):
         raise ConfigError(
-            f"TARGET {given} has {other}, which is of no checkpoint or does not come again, and --force replaces "
+            f"TARGET {shown} has {other}, which is of no checkpoint or does not come again, and --force replaces "
             "nothing else; remove it, or give another"
         )
 

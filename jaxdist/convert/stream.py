@@ -136,9 +136,9 @@ class Resharder(ABC):
 
         if target.same(source):  # then they are all of the unit
             return {target.name: np.asarray(read(source), order="C")}
-        made = {target.name: np.empty(target.shape, dtype) for target in unit.targets}
-        fill(made, unit.targets, unit.sources, read)
-        return made
+        arrays = {target.name: np.empty(target.shape, dtype) for target in unit.targets}
+        fill(arrays, unit.targets, unit.sources, read)
+        return arrays
 
     def _looked_at(self, group: str, name: str, array: np.ndarray) -> np.ndarray:
         """A tensor that was read, as `nonfinite` says."""
@@ -194,9 +194,9 @@ class Resharder(ABC):
             cast = 0 if leaf.dtype == dtype else leaf.bytes // leaf.dtype.itemsize * dtype.itemsize
             return max(leaf.bytes + leaf.besides, leaf.bytes + cast)
 
-        made = sum(self.groups[group][target.name].bytes for target in unit.targets)
+        written = sum(self.groups[group][target.name].bytes for target in unit.targets)
         read = max(taken(self.source_groups[group][source.name]) for source in unit.sources)
-        return read if unit.targets[0].same(unit.sources[0]) else made + read
+        return read if unit.targets[0].same(unit.sources[0]) else written + read
 
     @property
     def bytes(self) -> int:

@@ -45,7 +45,7 @@ def check_target(target: Path, replaceable: Check | None = None) -> None:
     with refusing(target):
         check_writable(path.parent, f"TARGET {target}")
         if (lock := sibling(path, "lock")).exists():
-            with alone(lock, made=False):
+            with alone(lock, create=False):
                 pass
         if (old := sibling(path, "old")).exists() and not path.exists():
             say(f"TARGET {target} was being replaced when an earlier conversion was killed; the next puts it back")
@@ -120,7 +120,7 @@ def no_run_in(target: Path) -> Iterator[None]:
     with ExitStack() as stack:
         for lock in (folder / LOCK for folder in (target, run_of(target)) if folder and (folder / LOCK).exists()):
             try:
-                stack.enter_context(alone(lock, made=False))
+                stack.enter_context(alone(lock, create=False))
             except Taken:
                 raise ConfigError(
                     f"TARGET {target} is being written by a run; wait until it ends, or give another"

@@ -54,11 +54,11 @@ def _resized(leaf: Leaf, axis: int, sizes: tuple[int, Model], mean: bool) -> Lea
     shape = (*leaf.shape[:axis], model.vocab_rows, *leaf.shape[axis + 1 :])
 
     def read() -> np.ndarray:
-        made = np.empty(shape, leaf.dtype)
-        before, after = (np.moveaxis(array, axis, 0) for array in (leaf.read(), made))
+        resized = np.empty(shape, leaf.dtype)
+        before, after = (np.moveaxis(array, axis, 0) for array in (leaf.read(), resized))
         before = before[:tokens]
         after[: len(before)] = before[: len(after)]
         after[len(before) :] = before.mean(0, dtype=np.float64).astype(leaf.dtype) if mean else 0
-        return made
+        return resized
 
     return Leaf(shape, leaf.dtype, read, besides=leaf.bytes + leaf.besides)

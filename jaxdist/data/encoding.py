@@ -59,7 +59,7 @@ def make_encoder(name: str, end_of_text: str) -> Encoder:
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(
             f"data.tokenizer = {name!r}: {error}; use bytes, or the path of a Hugging Face tokenizer.json"
-            f"{_made_from(file)}"
+            f"{_how_to_convert(file)}"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -77,7 +77,7 @@ def make_encoder(name: str, end_of_text: str) -> Encoder:
     return Encoder(encode, [] if number is None else [number], identity, end, earlier)
 
 
-def _made_from(file: Path) -> str:
+def _how_to_convert(file: Path) -> str:
     """Instructions to make a tokenizer.json from older formats in the folder of `file`; empty without any."""
     older = [name for name in OLDER_TOKENIZERS if file.with_name(name).is_file()]
     others = [*file.parent.glob("*.tiktoken"), *file.parent.glob("tekken.json")] if file.parent.is_dir() else []

@@ -16,8 +16,8 @@ M = TypeVar("M", bound=nnx.Module)
 
 def build(model: Model) -> nnx.Module:
     """The abstract model of a config: a tree of declarations."""
-    made: nnx.Module = function(FAMILIES, model.family, "model", "training in JAX", nnx.Module)(model)
-    return made
+    module: nnx.Module = function(FAMILIES, model.family, "model", "training in JAX", nnx.Module)(model)
+    return module
 
 
 def masks_padding(model: nnx.Module) -> bool:

@@ -54,11 +54,11 @@ class Index(Careful):
 
     def load_build(self) -> None:
         """For the index's own types: of a class, or given slots, it would set any attribute of it, for good."""
-        made, state = self.stack[-2:]
-        kind = type(made)
+        instance, state = self.stack[-2:]
+        kind = type(instance)
         built = (kind.__module__, kind.__qualname__) in BUILT
         if not built or not (type(state) is dict or hasattr(kind, "__setstate__")):
-            raise pickle.UnpicklingError(f"it changes {made!r:.100}, which is nothing of an index")
+            raise pickle.UnpicklingError(f"it changes {instance!r:.100}, which is nothing of an index")
         super().load_build()
 
     def find_class(self, module: str, name: str) -> Any:

@@ -72,9 +72,9 @@ def readers() -> Readers:
     def read(family: str) -> HuggingFace | None:
         if (piece := optional(FAMILIES, family, "huggingface", HuggingFace)) is None:
             return None
-        given = f"{named(FAMILIES, family)}: huggingface.types"
-        for model_type, reader in checked(piece.types, Mapping, f"{given} =").items():
-            checked(reader, ModelType, f"{given}[{model_type!r}] =")
+        source = f"{named(FAMILIES, family)}: huggingface.types"
+        for model_type, reader in checked(piece.types, Mapping, f"{source} =").items():
+            checked(reader, ModelType, f"{source}[{model_type!r}] =")
             if model_type in types:
                 raise ConfigError(
                     f"{named(FAMILIES, family)} reads a config.json of model_type {model_type!r}, which the family "
@@ -115,8 +115,8 @@ def from_settings(settings: Settings) -> Settings:
     if not isinstance(architectures, list) or (
         architectures and architectures[0] not in (name, HEADS.sub("Model", name))
     ):
-        given = SHOWN.repr(architectures)
-        raise ConfigError(f"architectures = {given}; jaxdist reads {name} of model_type {model_type}")
+        shown = SHOWN.repr(architectures)
+        raise ConfigError(f"architectures = {shown}; jaxdist reads {name} of model_type {model_type}")
     with running(FAMILIES, family, "huggingface"):
         _, fields = together(partial(check, settings, reader.decisions), partial(reader.read, settings))
     return {"family": family, **fields}

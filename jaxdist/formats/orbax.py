@@ -118,10 +118,10 @@ def numbers_of(checkpoint: Path, array: "ts.TensorStore") -> np.ndarray:
     """The stored array. Raises ConfigError."""
     import tensorstore as ts
 
-    made = np.empty(tuple(array.shape), np.dtype(array.dtype.numpy_dtype))
+    values = np.empty(tuple(array.shape), np.dtype(array.dtype.numpy_dtype))
     with reading(checkpoint):
-        ts.array(made, copy=False, write=True).write(array).result()
-    return made
+        ts.array(values, copy=False, write=True).write(array).result()
+    return values
 
 
 def _leaf(checkpoint: Path, tensor: Stored, array: "ts.TensorStore") -> Leaf:

@@ -99,15 +99,15 @@ class Companion(NamedTuple):
     says: str
 
 
-MODEL_SAID, PLACES_SAID = "what model the weights are of", "which file has which tensors"
+SAYS_MODEL, SAYS_PLACES = "what model the weights are of", "which file has which tensors"
 ADAPTER = Companion(("adapter_model.safetensors", "adapter_model.bin"), "adapter_config.json", "how to merge them")
 COMPANIONS = (
     ADAPTER,
-    Companion(("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", BIN_INDEX), CONFIG, MODEL_SAID),
-    Companion(("model-*-of-*.safetensors",), INDEX, PLACES_SAID),
-    Companion(("pytorch_model-*-of-*.bin",), BIN_INDEX, PLACES_SAID),
-    Companion(("consolidated.*.pth",), "params.json", MODEL_SAID),
-    Companion(("*.distcp",), ".metadata", PLACES_SAID),
+    Companion(("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", BIN_INDEX), CONFIG, SAYS_MODEL),
+    Companion(("model-*-of-*.safetensors",), INDEX, SAYS_PLACES),
+    Companion(("pytorch_model-*-of-*.bin",), BIN_INDEX, SAYS_PLACES),
+    Companion(("consolidated.*.pth",), "params.json", SAYS_MODEL),
+    Companion(("*.distcp",), ".metadata", SAYS_PLACES),
 )
 
 

@@ -89,7 +89,7 @@ STAND_INS: dict[str, Any] = (
 def restored(tree: Any) -> Any:
     """The tree with numpy arrays and dicts of attributes in place of their replacements. Raises ValueError where a type
     is a value itself. Shared nodes are visited once: expanded, the tree may be huge."""
-    made: dict[int, tuple[Any, Any]] = {}  # with the node, so that no other gets its id
+    restored_nodes: dict[int, tuple[Any, Any]] = {}  # with the node, so that no other gets its id
 
     def restore(node: Any) -> Any:
         if isinstance(node, Array):
@@ -100,9 +100,9 @@ def restored(tree: Any) -> Any:
             raise ValueError("it holds a type")
         if not isinstance(node, dict | list | tuple):
             return node
-        if id(node) not in made:
-            made[id(node)] = node, restored_parts(node)
-        return made[id(node)][1]
+        if id(node) not in restored_nodes:
+            restored_nodes[id(node)] = node, restored_parts(node)
+        return restored_nodes[id(node)][1]
 
     def restored_parts(node: Any) -> Any:
         if isinstance(node, tuple):

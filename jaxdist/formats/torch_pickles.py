@@ -83,21 +83,21 @@ class Rehearsal(Careful):
 
     def load_reduce(self) -> None:
         arguments, called = self.stack.pop(), self.stack.pop()
-        self.append(self.made(called, arguments))
+        self.append(self.result_of(called, arguments))
 
     load_newobj = load_reduce
 
     def load_build(self) -> None:
         self.charge(self.stack.pop())
 
-    def made(self, called: Any, arguments: Any) -> CallResult:
+    def result_of(self, called: Any, arguments: Any) -> CallResult:
         """The placeholder of the result of a call."""
         self.charge(arguments)
         if not isinstance(called, Named) or not isinstance(arguments, tuple):
             raise UnpicklingError("it calls what has no name")
         match called.name, arguments:
             case name, (Named() as inner, _, tuple() as inside, _) if name == TYPED:
-                return self.made(inner, inside)
+                return self.result_of(inner, inside)
             case name, (str() as text, "latin1" | "latin-1") if name in (BYTES, BYTEARRAY):
                 return Bytes(len(text))
             case name, () | (Bytes(),) if name == BYTEARRAY:

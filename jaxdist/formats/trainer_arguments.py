@@ -66,5 +66,5 @@ def read(folder: Path) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """The value of an Enum member, which is constructed from it; other values unchanged."""
-    made_of = value.arguments if isinstance(value, Thing) else ()
-    return made_of[0] if isinstance(made_of, tuple) and made_of else value
+    arguments = value.arguments if isinstance(value, Thing) else ()
+    return arguments[0] if isinstance(arguments, tuple) and arguments else value

@@ -103,8 +103,8 @@ def own_gpus(size: int) -> str:
     """Indices of the visible GPUs that this process uses, as JAX expects them: `size` GPUs if processes share a machine
     and the launcher has not assigned them, else all."""
     here = world().neighbours
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if len(here) == 1 or (given is not None and given.count(",") + 1 == size):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if len(here) == 1 or (visible is not None and visible.count(",") + 1 == size):
         return "all"
     start = here.index(world().rank) * size
     return ",".join(str(number) for number in range(start, start + size))

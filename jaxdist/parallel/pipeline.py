@@ -241,8 +241,8 @@ class Pipeline:
 
         def tick(x: Any, t: Any) -> tuple[Any, Any]:
             here = self.stage(x, c := table.at(t - lax.axis_index(AXIS))[1])
-            made = function(self.chunk(weights, c), here)
-            return here.sent, only(here.last, made)
+            output = function(self.chunk(weights, c), here)
+            return here.sent, only(here.last, output)
 
         def on(x: Any, t: jax.Array) -> tuple[Any, None]:
             return shift(tick(x, t)[0], 1), None

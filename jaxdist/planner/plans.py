@@ -159,15 +159,15 @@ def changed(experiment: Experiment, **fields: Any) -> Experiment:
     for name, value in fields.items():
         section, _, field = name.partition("__")
         changes.setdefault(section, {})[field] = value
-    made = {name: getattr(experiment, name).model_dump(exclude_none=True) | new for name, new in changes.items()}
-    values = dict(experiment) | made
+    sections = {name: getattr(experiment, name).model_dump(exclude_none=True) | new for name, new in changes.items()}
+    values = dict(experiment) | sections
     return Experiment.parse(values, source="plan")
 
 
-def flags(experiment: Experiment, given: Experiment) -> str:
-    """Arguments that turn `given` into `experiment`: the fields in which they differ."""
+def flags(experiment: Experiment, base: Experiment) -> str:
+    """Arguments that turn `base` into `experiment`: the fields in which they differ."""
     short = {"parallel.mesh": "mesh", "parallel.strategy": "strategy"}
-    before, after = given.model_dump(), experiment.model_dump()
+    before, after = base.model_dump(), experiment.model_dump()
     found = []
     for section in Experiment.sections():
         for name, value in after[section].items():

@@ -12,13 +12,13 @@ class Taken(Exception):
 
 
 @contextmanager
-def alone(file: Path, made: bool = True) -> Iterator[None]:
-    """Within, no other holds the lock on `file`, which is made, and removed at the end; where it is not to be `made`,
-    it is there and stays. Raises Taken, OSError, as for a link.
+def alone(file: Path, create: bool = True) -> Iterator[None]:
+    """Within, no other process holds the lock on `file`. `create`: make the file and remove it at the end; else it is
+    there and stays. Raises Taken, and OSError, as for a link.
 
     File systems without locks let everyone in.
     """
-    with os.fdopen(os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if made else 0), 0o666), "r+") as lock:
+    with os.fdopen(os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o666), "r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -30,5 +30,5 @@ def alone(file: Path, made: bool = True) -> Iterator[None]:
         try:
             yield
         finally:
-            if made:
+            if create:
                 file.unlink(missing_ok=True)

@@ -50,9 +50,13 @@ def is_elementwise(o: Optimizer) -> bool:
 def updates(o: Optimizer, weights: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
     """The updates of one parameter by these gradients, one after the other [updates, *shape]."""
     spec = ParamSpec("layers.mlp.up_proj.kernel", weights.shape, AXES, 0.0, 1.0)
-    made, parameters, found = rule(o, {spec.name: spec}), {spec.name: jnp.asarray(weights)}, list[np.ndarray]()
-    state = made.init(parameters)
+    transform, parameters, found = (
+        rule(o, {spec.name: spec}),
+        {spec.name: jnp.asarray(weights)},
+        list[np.ndarray](),
+    )
+    state = transform.init(parameters)
     for g in gradients:
-        update, state = made.update({spec.name: jnp.asarray(g)}, state, parameters, rate=o.learning_rate)
+        update, state = transform.update({spec.name: jnp.asarray(g)}, state, parameters, rate=o.learning_rate)
         found.append(np.asarray(update[spec.name]))
     return np.stack(found)

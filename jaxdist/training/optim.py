@@ -214,13 +214,13 @@ def rule(
         return {kind: zeros(kind, applies_to) for kind, applies_to in o.states.items() if kind != EMA}
 
     def apply(step: UpdateStep, updates: Arrays, parameters: Arrays, kept: Kept) -> tuple[Arrays, Kept]:
-        made, update_rule = dict[str, tuple[jax.Array, Arrays]](), rule_of(o)
+        results, update_rule = dict[str, tuple[jax.Array, Arrays]](), rule_of(o)
         for name, g in updates.items():
             own = {kind: arrays[name] for kind, arrays in kept.items() if name in arrays}
             param = ShardedParam(param_specs[name], sharded, parameters[name], dtype)
-            made[name] = update_rule(o, g, own, step, param)
-        kinds = {kind: {name: made[name][1][kind] for name in arrays} for kind, arrays in kept.items()}
-        return {name: update for name, (update, _) in made.items()}, kinds
+            results[name] = update_rule(o, g, own, step, param)
+        kinds = {kind: {name: results[name][1][kind] for name in arrays} for kind, arrays in kept.items()}
+        return {name: update for name, (update, _) in results.items()}, kinds
 
     return stateful(begin, apply)
 

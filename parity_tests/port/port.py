@@ -196,11 +196,11 @@ class Port:
     def compiled(self) -> dict[tuple[str, str], JaxSide]:
         """JAX on one device and on the mesh, by dtype, compiled once for all runs."""
         wanted = {(name, dtype) for name, dtype, _ in self.kinds.values() if name != "torch"}
-        made = {}
+        sides = {}
         for name, dtype in sorted(wanted):
             with jax.enable_x64(dtype == "float64"):
-                made[name, dtype] = self.jax_side(dtype, self.modules[0], alone=name == "jax")
-        return made
+                sides[name, dtype] = self.jax_side(dtype, self.modules[0], alone=name == "jax")
+        return sides
 
     def side(self, kind: str) -> Side:
         """One side, ready for its first step; for float64 in JAX, with 64-bit numbers enabled."""

@@ -425,8 +425,8 @@ def nothing_drawn(what: str) -> Iterator[None]:
 def check_loss(name: str, loss: Any) -> None:
     """Raises ConfigError unless `loss` is a scalar."""
     if getattr(loss, "shape", None) != ():
-        given = f"an array of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else repr(loss)
-        raise ConfigError(f"{name} returns {given}, not a scalar; give the mean over the batch, or the sum")
+        shown = f"an array of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else repr(loss)
+        raise ConfigError(f"{name} returns {shown}, not a scalar; give the mean over the batch, or the sum")
 
 
 def narrower(jaxpr: Any, dtype: str, axes: int = 0) -> Narrow | None:

@@ -44,8 +44,8 @@ def identify(
         return Search()
 
     def matches(batch: Batches, loss: float, model: torch.nn.Module = model, least: float = NEAR) -> list[str]:
-        made = mean_losses(model, batch, experiment)
-        return [how for how, value in made.items() if abs(value - loss) <= max(near, least) * abs(loss)]
+        loss_by_batch = mean_losses(model, batch, experiment)
+        return [how for how, value in loss_by_batch.items() if abs(value - loss) <= max(near, least) * abs(loss)]
 
     data = dataset_of(experiment)
     own, begin = data.batch(step, experiment.train.batch, experiment.train.seed), time.monotonic()

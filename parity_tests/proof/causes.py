@@ -259,7 +259,7 @@ def weight_decay(e: Evidence) -> Seen:
     rates = float(sum(record["learning_rate"] for record in e.ours.metrics))
     if not step or not rates:
         return None
-    given = e.ours.experiment.optimizer.weight_decay
+    decay = e.ours.experiment.optimizer.weight_decay
     shares: dict[str, float] = {}  # of itself, by which a tensor differs along itself
     vectors: dict[str, float] = {}  # one of ones does whatever moves it: by decay, of which ours have none, all do
     for name, x, y in e.states("weights"):
@@ -269,17 +269,17 @@ def weight_decay(e: Evidence) -> Seen:
             vectors[name] = along / size
         elif x.ndim >= 2 and abs(along) > ALONG * math.sqrt(size) * np.linalg.norm(off):
             shares[name] = along / size
-    if all(abs(share / rates / (given or 1) + 1) < LIKE for share in vectors.values()):
+    if all(abs(share / rates / (decay or 1) + 1) < LIKE for share in vectors.values()):
         shares |= vectors
     if not shares:
         return None
     name, share = max(shares.items(), key=lambda item: abs(item[1]))
     how = (
         f"{name} of {e.theirs.side} differs at the end along itself, as by a decay that is {abs(share) / rates:.2g} "
-        f"{'less' if share > 0 else 'more'} than ours, where optimizer.weight_decay = {given:g}"
+        f"{'less' if share > 0 else 'more'} than ours, where optimizer.weight_decay = {decay:g}"
     )
     coupled = "so far, it may be added to the gradient (coupled, L2), which Adam divides by the size of gradients"
-    return step, joined(how, coupled if share < -COUPLED * rates * given else "")
+    return step, joined(how, coupled if share < -COUPLED * rates * decay else "")
 
 
 def moments(e: Evidence) -> Seen:

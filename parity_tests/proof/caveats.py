@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from parity_tests.expected import collectives
 from parity_tests.proof import levels, nearness
 from parity_tests.proof.verdict import Check
-from parity_tests.runs.run import JAX, MADE, REFERENCES, Run
+from parity_tests.runs.run import JAX, REFERENCES, RUN_BY_PROOF, Run
 
 if TYPE_CHECKING:
     from parity_tests.proof.proof import Proof
@@ -50,7 +50,7 @@ def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, 
             "clip that is slightly wrong; give a run of it in fp64 or fp32",
         )
     for (side, kind), run in proof.done.items():
-        if run.side in MADE and (missing := list(run.lacking(proof.experiment.record.steps))):
+        if run.side in RUN_BY_PROOF and (missing := list(run.lacking(proof.experiment.record.steps))):
             yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it again"
 
 
@@ -81,7 +81,7 @@ def not_compared(proof: "Proof") -> list[str]:
         "peak of memory": proof.measured("memory") and not theirs.memory.get("peak"),
         "memory of running statistics": running and proof.measured("memory") and "statistics" not in theirs.memory,
         "traffic": not proof.measured("collectives"),
-        "number of collectives": proof.measured("collectives") and theirs.side not in MADE,
+        "number of collectives": proof.measured("collectives") and theirs.side not in RUN_BY_PROOF,
         "dtypes of softmax, norms, rotation and loss": not theirs.summary.get("arithmetic"),
     }
     return [what for what, lacks in lacking.items() if lacks] + hidden(proof)
@@ -117,14 +117,14 @@ def gradients_lacking(proof: "Proof") -> str:
 def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
     """Limits of a verdict."""
     compared = {comparison.a[0] for comparison in proof.comparisons() if comparison.level == "distribution"}
-    made = [side for side in proof.sides if side in MADE]
-    if proof.exact and (alone := [side for side in made if side not in compared]):
+    own_runs = [side for side in proof.sides if side in RUN_BY_PROOF]
+    if proof.exact and (alone := [side for side in own_runs if side not in compared]):
         yield f"distribution: nothing to compare for {' and '.join(alone)}, whose mesh is one device"
     if why := proof.scratch.unknown:
         yield f"memory: no closed form of its peak, {why}"
     if which := collectives.lacking(proof.experiment, proof.pair("policy")[0].mesh):
         yield f"traffic: the closed form of {which} is unknown, so that bytes and collectives are not judged"
-    for side in () if which else made:
+    for side in () if which else own_runs:
         if rule := collectives.uncounted(side, proof.experiment, proof.pair("policy")[0].mesh):
             yield f"traffic: the number of {side}'s collectives for {rule} is unknown, so that they are not counted"
     for axis, why in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh, proof.experiment).items():

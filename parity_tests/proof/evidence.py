@@ -73,7 +73,7 @@ class Evidence:
     rounded: Run | None = None  # ours in the precision of theirs, where that is less than float64
     other_model: str = ""  # that theirs is a run of a model with another value of one field, in words
     narrow: str = ""  # what theirs computes in a narrower dtype than the policy says
-    given: bool = False  # whether theirs is a run that was made from the given weights
+    known_start: bool = False  # whether theirs is a run that began with the given weights
     costly: str = ""  # what the policy costs one side more than the other, where the float64 runs agree
 
     @property
@@ -144,15 +144,15 @@ class Evidence:
 
     def knows(self, name: str, weight: np.ndarray) -> bool:
         """Whether a given weight has this name, and a shape and dtype that can be compared."""
-        given = self.start.get(f"weights/{name}")
-        return given is not None and compare.comparable(given, weight)
+        start = self.start.get(f"weights/{name}")
+        return start is not None and compare.comparable(start, weight)
 
     @cached_property
     def same_start(self) -> bool:
         """Whether their run is known to begin with the given weights."""
         kept = self.theirs.kept("start", 1)
         compared = bool(kept) and all(self.knows(name.partition("/")[2], w) for name, w in kept.items())
-        return self.given or (compared and not self.unlike_at_the_start)
+        return self.known_start or (compared and not self.unlike_at_the_start)
 
     @property
     def unless_the_start(self) -> str:

@@ -10,7 +10,7 @@ from parity_tests.proof import levels, nearness
 from parity_tests.proof.evidence import Evidence, Rules, Search
 from parity_tests.proof.verdict import Verdict
 from parity_tests.runs import compare
-from parity_tests.runs.run import JAX, MADE, Run
+from parity_tests.runs.run import JAX, RUN_BY_PROOF, Run
 
 if TYPE_CHECKING:
     from parity_tests.proof.proof import Proof
@@ -93,5 +93,5 @@ class Gathering:
             rounded=rounded,
             other_model="".join(other),
             narrow="; ".join(narrow),
-            given=theirs[0] in MADE,
+            known_start=theirs[0] in RUN_BY_PROOF,
         )

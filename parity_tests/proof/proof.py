@@ -27,7 +27,7 @@ from parity_tests.proof.gathering import Gathering
 from parity_tests.proof.verdict import Check, Verdict
 from parity_tests.runs import compare, names
 from parity_tests.runs.forkserver import TRAIN
-from parity_tests.runs.run import JAX, MADE, REFERENCES, SIDES, Run, command
+from parity_tests.runs.run import JAX, REFERENCES, RUN_BY_PROOF, SIDES, Run, command
 
 STEPS = 20
 
@@ -263,7 +263,7 @@ class Proof:
 
     def elsewhere(self) -> Iterator[Check]:
         """Check that each run used the requested mesh."""
-        for side in (side for side in self.sides if side in MADE):
+        for side in (side for side in self.sides if side in RUN_BY_PROOF):
             found = {kind: run.mesh for (of, kind), run in self.done.items() if of == side and "mesh" in run.summary}
             asked = {kind: self.mesh_of(side, kind, math.prod(mesh.values())) for kind, mesh in found.items()}
             wrong = [kind for kind in found if found[kind] != asked[kind]]
@@ -337,7 +337,7 @@ class Proof:
                 yield from levels.peak(run, self.scratch)
         mesh = policy[0].mesh
         for run in policy if self.measured("collectives") else policy[:1]:
-            known = run.side in MADE
+            known = run.side in RUN_BY_PROOF
             asked = self.experiment, self.param_specs, mesh, run.summary.get("platform", "cpu")
             counts = collectives.expected(run.side, *asked) if known else None
             like = run.side if known else JAX if run.summary.get("backend") == "jax" else "torch_ref"
@@ -423,7 +423,7 @@ class Proof:
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
         """A run like that of `key`, up to the last of `steps`, of which everything is kept."""
         side, kind = key
-        if side not in MADE:
+        if side not in RUN_BY_PROOF:
             return self.done[key]
         path = self.folder / "bisect" / f"{side}-{kind}-{'-'.join(map(str, steps))}"
         config = self.config(kind, record={"steps": steps, "tensors": "all"}, train={"steps": steps[-1]})

@@ -252,7 +252,7 @@ class Run:
 JAX = "jaxdist"
 SIDES = (JAX, "torch_ref")
 REFERENCES = {"torch": "torch_ref", "transformers": "transformers"}  # --against -> the side
-MADE = (JAX, *REFERENCES.values())  # the sides whose runs a proof makes
+RUN_BY_PROOF = (JAX, *REFERENCES.values())  # the sides whose runs a proof makes
 
 
 def one_of(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -305,10 +305,10 @@ def table(results: Sequence[Result]) -> Table:
         f"{len(results)} proofs, {sum(result.alarm for result in results)} false alarms; of {len(groups)} independent "
         f"starts (seed and family) {len(alarms)} with one"
     )
-    made = Table("level", "value / bound", "check", "proof", title=title)
+    table = Table("level", "value / bound", "check", "proof", title=title)
     for level, (x, name, case) in closest(results).items():
-        made.add_row(level, f"{x:.2g}", name, str(case))
-    return made
+        table.add_row(level, f"{x:.2g}", name, str(case))
+    return table
 
 
 if __name__ == "__main__":

@@ -319,8 +319,8 @@ class HalfRotation(Loop):
     """The rotation is rounded to bfloat16."""
 
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        def rounded(*given: Any, **more: Any) -> Any:
-            return tuple(table.bfloat16().to(self.dtype) for table in rotary(*given, **more))
+        def rounded(*arguments: Any, **more: Any) -> Any:
+            return tuple(table.bfloat16().to(self.dtype) for table in rotary(*arguments, **more))
 
         with patch("torch_ref.families.llama.rotary", rounded):
             return super().loss(model, tokens, targets)

@@ -17,11 +17,11 @@ def worst(a: Run, b: Run) -> float:
     )
 
 
-def misplaced(made: Run) -> list[str]:
+def misplaced(run: Run) -> list[str]:
     """Differences between the bytes that a run sent and the closed form, which all families here have."""
-    e, mesh = made.experiment, made.mesh
+    e, mesh = run.experiment, run.mesh
     param_specs = models.param_specs(models.build(e.model))
-    least = collectives.least(made.side, e, param_specs, mesh) or {}
-    counts = collectives.expected(made.side, e, param_specs, mesh)
-    checks = levels.traffic(made, least, counts, collectives.unknown(made.side, mesh, e))
+    least = collectives.least(run.side, e, param_specs, mesh) or {}
+    counts = collectives.expected(run.side, e, param_specs, mesh)
+    checks = levels.traffic(run, least, counts, collectives.unknown(run.side, mesh, e))
     return [f"{check.name}: {check.value}" for check in checks if not check.holds]

@@ -105,19 +105,19 @@ def train(folder: Path, size: float) -> None:
 
 def measure(folder: Path, source: str, target: str, kind: str, turns: int) -> Pair:
     """`cp` and the conversion in turn; each one's output is on disk before the next starts."""
-    given, copy, made = folder / source, folder / "copy", folder / target
-    size = sum(file.stat().st_size for file in given.rglob("*") if file.is_file()) or given.stat().st_size
+    original, copy, output = folder / source, folder / "copy", folder / target
+    size = sum(file.stat().st_size for file in original.rglob("*") if file.is_file()) or original.stat().st_size
     copied, converted, peaks = [], [], []
     for _ in range(turns):
-        remove(made)
-        forget(given)
-        copied.append(timed(["cp", "-r", str(given), str(copy)])[0])
+        remove(output)
+        forget(original)
+        copied.append(timed(["cp", "-r", str(original), str(copy)])[0])
         remove(copy)
-        forget(given)
-        seconds, peak = timed([sys.executable, "-m", "jaxdist.convert", str(given), str(made), "--to", kind])
+        forget(original)
+        seconds, peak = timed([sys.executable, "-m", "jaxdist.convert", str(original), str(output), "--to", kind])
         converted.append(seconds)
         peaks.append(peak)
-    return Pair(source, target, size, copied, converted, max(peaks), MEMORY + 2 * largest(given, made))
+    return Pair(source, target, size, copied, converted, max(peaks), MEMORY + 2 * largest(original, output))
 
 
 def forget(path: Path) -> None:

@@ -17,8 +17,8 @@ from torch_ref.runtime.launch import is_collective_error
 def build(model: Model) -> nn.Module:
     """The module of a config, on torch's current default device; `torch_ref.parallel.weights` gives it its values."""
     module_of(model)
-    made: nn.Module = function(FAMILIES, model.family, "model", "training in torch", nn.Module)(model)
-    return made
+    module: nn.Module = function(FAMILIES, model.family, "model", "training in torch", nn.Module)(model)
+    return module
 
 
 def declared(model: Model) -> nn.Module:

@@ -105,12 +105,12 @@ class Pipeline(nn.ModuleList):
         dtype = getattr(torch, str(e.precision.compute))
         x = torch.zeros(rows, times, e.model.dim, dtype=dtype, device="meta", requires_grad=True)
         several, total = len(parts) > 1, stages * len(parts)
-        made = [
+        stages_here = [
             PipelineStage(p, i, total, device, input_args=x if i else tokens, output_args=x, group=self.group)
             for p, i in zip(parts, range(rank, total, stages), strict=True)
         ]
         make = SCHEDULES[e.parallel.pipeline_schedule]
-        stage: Any = made if several else made[0]
+        stage: Any = stages_here if several else stages_here[0]
         self.microbatches = e.train.accumulation
         self.schedule = make(stage, self.microbatches, loss_fn=self._loss, scale_grads=False)
         self.loss: Loss | None = None

@@ -37,8 +37,8 @@ def check_elementwise(o: Config, device: str = "cpu") -> None:
 
 def is_elementwise(o: Config, device: str = "cpu") -> bool:
     """Whether an optimizer updates both halves of parameters as it updates full parameters, along every dimension."""
-    made = torch.Generator().manual_seed(0)
-    weights, *gradients = (torch.randn(SHAPE, generator=made).to(device) for _ in range(1 + len(SCALES)))
+    generator = torch.Generator().manual_seed(0)
+    weights, *gradients = (torch.randn(SHAPE, generator=generator).to(device) for _ in range(1 + len(SCALES)))
     gradients = [scale * g for scale, g in zip(SCALES, gradients, strict=True)]
     full = updates(o, weights, gradients)
     largest = full.abs().amax(tuple(range(1, full.ndim)), keepdim=True)

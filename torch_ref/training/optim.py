@@ -121,9 +121,9 @@ class Rule(NamedTuple):
 def rule_of(o: Config) -> Rule:
     """The update rule of an optimizer. Raises ConfigError where a plugin's has none on torch's side."""
     row = twin(JAX_OPTIMIZERS, OPTIMIZERS, o.name, "register_optimizer")
-    made = piece(OPTIMIZERS, o.name, "optimizer", "training in torch")
+    optimizer = piece(OPTIMIZERS, o.name, "optimizer", "training in torch")
     settings = function(OPTIMIZERS, o.name, "settings", "training in torch", dict)
-    return Rule(made, settings, row.counts, row.pieces, row.groups)
+    return Rule(optimizer, settings, row.counts, row.pieces, row.groups)
 
 
 def adam(o: Config) -> dict[str, Any]:
@@ -188,20 +188,20 @@ class Optimizer:
             enabled=bool(p.loss_scale),
         )
         rule = self.rule = rule_of(o)
-        made, settings = rule.optimizer, {"lr": o.learning_rate, **rule.settings(o)}
+        construct, settings = rule.optimizer, {"lr": o.learning_rate, **rule.settings(o)}
         if rule.pieces:
             pieces = {t: self.parameters[name] for name, t in self.locals.items()}
-            made = partial(made, pieces=Pieces(pieces, getattr(torch, p.compute)))
+            construct = partial(construct, pieces=Pieces(pieces, getattr(torch, p.compute)))
         groups = grouped(o, self.locals)
         self.optimizer: torch.optim.Optimizer
         with running(OPTIMIZERS, o.name, "optimizer"):
             if experiment.parallel.row.splits_update:
                 self.optimizer = ZeroRedundancyOptimizer(
-                    groups, made, process_group=over(mesh, *SHARDS).get_group(), **settings
+                    groups, construct, process_group=over(mesh, *SHARDS).get_group(), **settings
                 )
                 self.holder: torch.optim.Optimizer = self.optimizer.optim
             else:
-                self.optimizer = self.holder = made(groups, **settings)
+                self.optimizer = self.holder = construct(groups, **settings)
         held = {id(t) for group in self.holder.param_groups for t in group["params"]}
         self.state = {name: self._start(name) for name, t in self.locals.items() if id(t) in held}
 

@@ -18,8 +18,8 @@ def experiment_of(path: Path, tree: Mapping[str, Any], wanted: Experiment | None
     found = Experiment.parse(settings, source)
     if not wanted:
         return found
-    given = wanted.model_dump(exclude_unset=True, exclude_none=True)
-    if (gelu := given["model"].get("gelu", EXACT)) != EXACT:
+    fields = wanted.model_dump(exclude_unset=True, exclude_none=True)
+    if (gelu := fields["model"].get("gelu", EXACT)) != EXACT:
         say(f"{path}: GELU is {gelu}, as --model says; nanoGPT's own has been exact since March 2023")
         found = Experiment.parse(settings | {"model": settings["model"] | {"gelu": gelu}}, source)
     return agreed(str(path), found, filled(settings, wanted, source))
@@ -30,7 +30,7 @@ def filled(settings: Mapping[str, dict[str, Any]], wanted: Experiment, source: s
     Raises ConfigError."""
     if wanted.model.family != settings["model"]["family"]:
         return wanted
-    given: dict[str, dict[str, Any]] = wanted.model_dump(exclude={"plugins"}, exclude_unset=True, exclude_none=True)
+    fields: dict[str, dict[str, Any]] = wanted.model_dump(exclude={"plugins"}, exclude_unset=True, exclude_none=True)
     return Experiment.parse(
-        {name: settings.get(name, {}) | given.get(name, {}) for name in {**settings, **given}}, source
+        {name: settings.get(name, {}) | fields.get(name, {}) for name in {**settings, **fields}}, source
     )

@@ -382,14 +382,14 @@ def _training(
         if before is None
         else rules.continued_entries(before, held, updates)
     )
-    made = put(tree, OPTIMIZER, rules.state_dict(groups, entries))
-    made |= put(tree, SCHEDULER, scheduler) if scheduler else {}
+    new = put(tree, OPTIMIZER, rules.state_dict(groups, entries))
+    new |= put(tree, SCHEDULER, scheduler) if scheduler else {}
     if content.scaling and not unchanged:
-        made |= amp.put_scaling(tree, content.scaling, content.experiment.precision)
+        new |= amp.put_scaling(tree, content.scaling, content.experiment.precision)
     if unchanged and content.origin.from_script:
-        return made  # with the step as it was, or none
+        return new  # with the step as it was, or none
     name = next((name for name in STEP if name in tree), STEP[0])
-    return made | {name: like(tree.get(name), content.step)}
+    return new | {name: like(tree.get(name), content.step)}
 
 
 def save_plain(path: Path, tree: Any) -> None:

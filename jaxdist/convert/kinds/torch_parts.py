@@ -72,18 +72,18 @@ def is_flat(tree: Mapping[str, Any]) -> bool:
 
 def hollow(model: Mapping[str, Any]) -> Any:
     """A state dict with nothing in place of its tensors: what else is in it, the order and torch's `_metadata` stay."""
-    made, nothing = copy.copy(model), torch.empty(0)
-    made.update({name: nothing for name, value in model.items() if isinstance(value, Tensor)})  # type: ignore[attr-defined]
-    return made
+    result, nothing = copy.copy(model), torch.empty(0)
+    result.update({name: nothing for name, value in model.items() if isinstance(value, Tensor)})  # type: ignore[attr-defined]
+    return result
 
 
 def filled(before: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
     """A hollow state dict with these tensors."""
-    made: Any = copy.copy(before)
+    result: Any = copy.copy(before)
     for name in [n for n, value in before.items() if isinstance(value, Tensor) and n not in tensors]:
-        del made[name]
-    made.update(tensors)
-    return made
+        del result[name]
+    result.update(tensors)
+    return result
 
 
 def like(before: Any, count: int) -> Any:

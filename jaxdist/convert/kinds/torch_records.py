@@ -35,13 +35,13 @@ class Records:
         with torch_numpy.allowed():
             return reader.load()
 
-    def _storage(self, made: Callable[[Place], UntypedStorage], identifier: Any) -> TypedStorage:
+    def _storage(self, allocate: Callable[[Place], UntypedStorage], identifier: Any) -> TypedStorage:
         """A pickle's entry for a storage: type, key, device, and number of elements."""
         _, kind, key, _, count = identifier
         dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
         asked = storage_of(self.places, key, str(dtype), dtype.itemsize, count)
         if asked not in self.storages:
-            self.storages[asked] = made(asked)
+            self.storages[asked] = allocate(asked)
             self.storages[asked].place = asked  # type: ignore[attr-defined]
         return TypedStorage(wrap_storage=self.storages[asked], dtype=dtype, _internal=True)
 

@@ -54,17 +54,17 @@ def recut(
     Raises ConfigError where the pieces are not all of a tensor.
     """
     held = {atom: tensors[source.name].dtype for source in sources.values() for atom in source.atoms}
-    made: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, target in targets.items():
-        made[name] = np.zeros(target.shape, np.result_type(*(held[atom] for atom in target.atoms)))
-        if sum(piece.size for piece in target.split(made[name])) != made[name].size:
+        arrays[name] = np.zeros(target.shape, np.result_type(*(held[atom] for atom in target.atoms)))
+        if sum(piece.size for piece in target.split(arrays[name])) != arrays[name].size:
             raise ConfigError(f"{name} {target.shape}: the mapping has not all pieces of it; add rows for the others")
-    fill(made, targets.values(), sources.values(), lambda source: tensors[source.name])
-    return made
+    fill(arrays, targets.values(), sources.values(), lambda source: tensors[source.name])
+    return arrays
 
 
 def fill(
-    made: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     targets: Iterable[Entry],
     sources: Iterable[Entry],
     read: Callable[[Entry], np.ndarray],
@@ -75,7 +75,7 @@ def fill(
         tensor = read(source)
         for atom, piece in zip(source.atoms, source.split(tensor), strict=True):
             target, i = places[atom]
-            target.put(made[target.name], i, piece.astype(made[target.name].dtype, copy=False))
+            target.put(arrays[target.name], i, piece.astype(arrays[target.name].dtype, copy=False))
 
 
 def split_rows(row: TensorRow, tensor: np.ndarray, head_dim: int = 0) -> list[np.ndarray]:

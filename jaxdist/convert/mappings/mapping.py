@@ -125,9 +125,9 @@ class KeyMapping:
         values = read_toml(path, "mapping")
         only_keys(str(path), values, ("rows", "ours_only", "theirs_only"))
         lists = {name: values.get(name, []) for name in ("ours_only", "theirs_only")}
-        for name, given in lists.items():
-            if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-                raise ConfigError(f"{path}: {name} = {given!r}; give a list of names")
+        for name, names in lists.items():
+            if not isinstance(names, list) or not all(isinstance(text, str) for text in names):
+                raise ConfigError(f"{path}: {name} = {names!r}; give a list of names")
         rows = values.get("rows", [])
         if not isinstance(rows, list):
             raise ConfigError(f"{path}: rows = {rows!r}; give a list of tables with ours, theirs and transform")
@@ -317,15 +317,15 @@ class KeyMapping:
         def turned(pairs: Sequence[Pair]) -> bool:
             return any(pair.row.transform not in (SAME, RESHAPE) or pair.row.chunk for pair in pairs)
 
-        def scaled(made: Entry, pairs: Sequence[Pair]) -> Entry:
+        def scaled(entry: Entry, pairs: Sequence[Pair]) -> Entry:
             factors = [pair.factor(shapes[pair.ours]) for pair in pairs]
             if set(factors) == {1}:
-                return made
-            return made._replace(
+                return entry
+            return entry._replace(
                 split=lambda tensor: [
-                    times(piece, 1 / f) for piece, f in zip(made.split(tensor), factors, strict=True)
+                    times(piece, 1 / f) for piece, f in zip(entry.split(tensor), factors, strict=True)
                 ],
-                put=lambda out, i, atom: made.put(out, i, times(atom, factors[i]).astype(out.dtype)),
+                put=lambda out, i, atom: entry.put(out, i, times(atom, factors[i]).astype(out.dtype)),
                 order=(True, True),  # other numbers than any entry of ours
             )
 

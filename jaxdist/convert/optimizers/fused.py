@@ -21,23 +21,23 @@ PARTS = {".qkv_linear.wq.": (0, -2), ".qkv_linear.wk.": (-2, -1), ".qkv_linear.w
 def unfused(path: str, found: Mapping[str, Any], model: Model) -> dict[str, Any]:
     """The entries of a checkpoint by their names, with those of `wqkv` as entries of wq, wk and wv: moments cut, and
     what is no moment for each. Raises ConfigError where a moment is not of this model's heads."""
-    made: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in found.items():
         for part, heads in PARTS.items() if FUSED in name else ():
             large = isinstance(value, Leaf) and math.prod(value.shape) > 1
-            made[name.replace(FUSED, part)] = _cut(f"{path}: {name}", value, heads, model) if large else value
+            entries[name.replace(FUSED, part)] = _cut(f"{path}: {name}", value, heads, model) if large else value
         if FUSED not in name:
-            made[name] = value
-    return made
+            entries[name] = value
+    return entries
 
 
 def ways(found: Mapping[str, Any]) -> dict[str, Any]:
     """The same for paths of entries in the saved tree."""
-    made: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     for name, way in found.items():
         parts = PARTS if FUSED in name else ("",)
-        made |= {name.replace(FUSED, part): [_renamed(step, part) for step in way] for part in parts}
-    return made
+        paths |= {name.replace(FUSED, part): [_renamed(step, part) for step in way] for part in parts}
+    return paths
 
 
 def _renamed(step: Any, part: str) -> Any:

@@ -23,7 +23,7 @@ class Rule(NamedTuple):
     unlike ours, the fields that its groups have, and the optimizer with these fields over given groups."""
 
     name: str
-    made: Callable[[Group], bool]
+    matches: Callable[[Group], bool]
     unlike: dict[str, Callable[[Group], Any]]
     fields: dict[str, Callable[[Group], Any]]
     build: Callable[[Any, float, Optimizer], torch.optim.Optimizer]
@@ -134,7 +134,7 @@ def rule_of(source: str, found: Iterable[str], groups: Sequence[Group]) -> Rule:
         )
     most = max(len(kinds) for _, kinds in alike)
     likely = [(rule, kinds) for rule, kinds in alike if len(kinds) == most]
-    rule, kinds = next((pair for pair in likely if groups and all(map(pair[0].made, groups))), likely[0])
+    rule, kinds = next((pair for pair in likely if groups and all(map(pair[0].matches, groups))), likely[0])
     if more := sorted(kept.difference(kinds)):
         raise ConfigError(
             f"{source}: its optimizer keeps {', '.join(more)} too, {rule.name} of jaxdist does not; {WEIGHTS_ALONE}"
@@ -346,13 +346,13 @@ def groups_of(shapes: Mapping[str, Shape], o: Optimizer, rate: float, inner: Con
         for name in names:
             groups.setdefault((decay, muon and name in inner), []).append(name)
     own = {name: getattr(o, name) for name in MUON}
-    given = [
+    parameter_groups = [
         {"params": [(name, torch.nn.Parameter(torch.empty(0))) for name in names], "weight_decay": decay}
         | ({"use_muon": turned} if muon else {})
         | (own if turned else {})
         for (decay, turned), names in groups.items()
     ]
-    optimizer = by_name()[o.name].build(given, rate, o)
+    optimizer = by_name()[o.name].build(parameter_groups, rate, o)
     return [
         group | {"initial_lr": o.learning_rate, "params": group["param_names"], "keys": group["params"]}
         for group in optimizer.state_dict()["param_groups"]

@@ -75,17 +75,17 @@ def argued_schedule(
 
     `now`: steps done and the rate of the next; None without an optimizer. Formulas: `transformers.optimization`.
     """
-    kind, given = arguments.get("lr_scheduler_type"), arguments.get("lr_scheduler_kwargs", {})
+    kind, options = arguments.get("lr_scheduler_type"), arguments.get("lr_scheduler_kwargs", {})
     if not kind:
         return {}, ""
     ends = {"min_lr", "min_lr_rate", "lr_end"}
-    if kind not in DECAYS or any(key not in ends and value != USUAL.get(key) for key, value in given.items()):
-        shown = ", ".join(f"{key} = {value!r:.20}" for key, value in given.items())
+    if kind not in DECAYS or any(key not in ends and value != USUAL.get(key) for key, value in options.items()):
+        shown = ", ".join(f"{key} = {value!r:.20}" for key, value in options.items())
         return {}, f"jaxdist has no schedule like its {kind}{f' ({shown})' if shown else ''}"
     decay, later = DECAYS[kind], kind != EARLY
-    final = given.get("lr_end", 1e-7) / peak if kind == "polynomial" else 0.0
+    final = options.get("lr_end", 1e-7) / peak if kind == "polynomial" else 0.0
     if kind.endswith("min_lr"):
-        final = given["min_lr_rate"] if given.get("min_lr_rate") is not None else given["min_lr"] / peak
+        final = options["min_lr_rate"] if options.get("min_lr_rate") is not None else options["min_lr"] / peak
     warmup = _warmup_of(arguments, steps) if kind != "constant" else 0
     fields: dict[str, Any] = {"warmup": warmup + later, "decay": decay}
     fields |= {"decay_steps": steps + later, "final": float(final)} if decay != "constant" else {}
@@ -122,14 +122,14 @@ class Known(NamedTuple):
 
 
 DEEPSPEED = {
-    "WarmupLR": Known("constant", lambda given, base: given.get("warmup_max_lr") or base or 1e-3, lambda *_: 1.0),
+    "WarmupLR": Known("constant", lambda params, base: params.get("warmup_max_lr") or base or 1e-3, lambda *_: 1.0),
     "WarmupDecayLR": Known(
         "linear",
-        lambda given, base: given.get("warmup_max_lr", 1e-3),
-        lambda given, peak: given.get("warmup_min_lr", 0.0) / peak,
+        lambda params, base: params.get("warmup_max_lr", 1e-3),
+        lambda params, peak: params.get("warmup_min_lr", 0.0) / peak,
     ),
     "WarmupCosineLR": Known(
-        "cosine", lambda given, base: base, lambda given, peak: given.get("cos_min_ratio", 1e-4), early=1
+        "cosine", lambda params, base: base, lambda params, peak: params.get("cos_min_ratio", 1e-4), early=1
     ),
 }
 
@@ -143,17 +143,17 @@ def deepspeed_schedule(settings: Any, base: float, now: tuple[int, int, float]) 
     https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/lr_schedules.py
     """
     settings = settings if isinstance(settings, Mapping) else {}
-    kind, given = settings.get("type"), settings.get("params")
-    given = given if isinstance(given, Mapping) else {}
+    kind, params = settings.get("type"), settings.get("params")
+    params = params if isinstance(params, Mapping) else {}
     if kind not in DEEPSPEED:
         return {}, f"jaxdist has no schedule like its {kind}" if kind else ""
     (steps, done, rate), known = now, DEEPSPEED[kind]
     later = steps + 1 - done  # step s of ours has the rate of last_batch_iteration = s - later; 2 if none was skipped
-    ends, total = max(2, given.get("warmup_num_steps", 1000)), given.get("total_num_steps", 0)
-    warmup, end, peak = ends - known.early, total - known.early, float(known.peak(given, base))
+    ends, total = max(2, params.get("warmup_num_steps", 1000)), params.get("total_num_steps", 0)
+    warmup, end, peak = ends - known.early, total - known.early, float(known.peak(params, base))
     if peak <= 0 or (known.decay != "constant" and not total):
         return {}, f"the config of its {kind} is incomplete"
-    final = float(known.final(given, peak))
+    final = float(known.final(params, peak))
     fields: dict[str, Any] = {"learning_rate": peak, "warmup": warmup + later, "decay": known.decay}
     fields |= {"decay_steps": end + later, "final": final} if known.decay != "constant" else {}
     shown = in_words(fields)

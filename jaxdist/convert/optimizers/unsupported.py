@@ -16,7 +16,7 @@ class Unsupported(NamedTuple):
 
     name: str
     kept: frozenset[str]
-    made: Callable[[Group], Any]
+    matches: Callable[[Group], Any]
 
 
 def _any_of(*settings: str) -> Callable[[Group], Any]:
@@ -51,5 +51,5 @@ UNSUPPORTED = (
 def unsupported(kept: Collection[str], groups: Sequence[Group]) -> str:
     """The name of the rule, where jaxdist lacks it, of an optimizer that keeps these entries in such groups; else
     empty."""
-    found = (rule.name for rule in UNSUPPORTED if not rule.kept.isdisjoint(kept) or any(map(rule.made, groups)))
+    found = (rule.name for rule in UNSUPPORTED if not rule.kept.isdisjoint(kept) or any(map(rule.matches, groups)))
     return next(found, "")

@@ -82,10 +82,10 @@ def _read(variant: Variant, settings: Settings) -> Settings:
 
 def _one_count_of_experts(settings: Settings, experts: str) -> Settings:
     """The settings with the number of experts under that key. Raises ConfigError where two keys differ in it."""
-    given = [settings[name] for name in ("num_experts", "num_local_experts") if name in settings]  # transformers 4, 5
-    if given != given[:1] * len(given):
-        raise ConfigError(f"num_experts and num_local_experts are {SHOWN.repr(given)}; give one of them")
-    return settings | {experts: given[0]} if given else settings
+    counts = [settings[name] for name in ("num_experts", "num_local_experts") if name in settings]  # transformers 4, 5
+    if counts != counts[:1] * len(counts):
+        raise ConfigError(f"num_experts and num_local_experts are {SHOWN.repr(counts)}; give one of them")
+    return settings | {experts: counts[0]} if counts else settings
 
 
 def _notes(settings: Settings) -> list[str]:
