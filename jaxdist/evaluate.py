@@ -127,7 +127,8 @@ def arguments(argv: Sequence[str]) -> Any:
 
 
 def configure(a: Any) -> Experiment:
-    """The checkpoint's own experiment, on the mesh and data asked for. Nothing is trained, so nothing is kept whole."""
+    """The checkpoint's own experiment, on the mesh and data asked for. Nothing is trained: no gathered weights
+    are kept."""
     values = source_experiment(a.checkpoint).model_dump(exclude_none=True)
     values["parallel"] = {"mesh": a.mesh, "strategy": a.strategy}
     values["train"]["accumulation"] = 1

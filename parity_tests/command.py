@@ -55,7 +55,7 @@ def prove(argv: Sequence[str] | None = None) -> None:
         proof.run(side, kind, start)
     verdict = proof.verdict()
     if bisect and verdict.failed:
-        say("looking for where the runs part ...")
+        say("searching for the first difference ...")
         divergence = proof.divergence(verdict, start)
         notes = verdict.notes if divergence else [*verdict.notes, proof.unfound]
         verdict = replace(verdict, divergence=divergence, notes=notes)
@@ -67,7 +67,7 @@ def prove(argv: Sequence[str] | None = None) -> None:
 
 
 def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
-    """The proof that the arguments ask for, whether where the runs part is, and the starting weights if given."""
+    """The proof that the arguments ask for, whether to search for the first difference, and the starting weights."""
     before = Parser(add_help=False, allow_abbrev=False)
     before.add_argument("--config")
     before.add_argument("--against", **OPTIONS["--against"])

@@ -113,7 +113,7 @@ class Content:
         # Running statistics have no average, as in torch's AveragedModel, which copies them.
         taken = {name: averages.get(name, leaf) for name, leaf in weights.items()}
         if other := [name for name, leaf in taken.items() if leaf.shape != weights[name].shape]:
-            raise ConfigError(f"--ema: {source}: the average of {other[0]} has another shape; use a whole copy")
+            raise ConfigError(f"--ema: {source}: the average of {other[0]} has another shape; use an intact copy")
         return replace(self, groups={PARAMETERS: taken}).weights()
 
     def checked(self, source: Path) -> "Content":

@@ -213,7 +213,7 @@ class TestFilesInTheWild:
         first, second = sorted(folder.glob("*.safetensors"))[:2]
         whole = second.read_bytes()
         second.write_bytes(whole[:-8])
-        with pytest.raises(ConfigError, match=r"hf: .*give a folder with whole safetensors files"):
+        with pytest.raises(ConfigError, match=r"hf: .*give a folder with intact safetensors files"):
             read_hf(folder)
         second.unlink()
         with pytest.raises(ConfigError, match=second.name):

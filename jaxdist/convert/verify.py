@@ -55,9 +55,9 @@ def checksums(name: str, open_part: Callable[[], AbstractContextManager[Any]]) -
             summed = any(record.CRC for record in archive.infolist())  # not by torch's set_crc32_options(False)
             damaged = archive.testzip() if summed else None
     except Exception as error:  # of a damaged directory, many kinds
-        raise ConfigError(f"{name}: its records cannot be read: {error}; use a whole copy") from None
+        raise ConfigError(f"{name}: its records cannot be read: {error}; use an intact copy") from None
     if damaged:
-        raise ConfigError(f"{name}: its record {damaged} has changed since it was written; use a whole copy")
+        raise ConfigError(f"{name}: its record {damaged} has changed since it was written; use an intact copy")
     return summed
 
 

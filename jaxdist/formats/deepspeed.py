@@ -33,7 +33,7 @@ from jaxdist.formats.refusals import loading
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import is_tensor
 
-COPY = "use a whole copy of its folder"  # where its layout is described in another form than DeepSpeed's
+COPY = "use an intact copy of its folder"  # where its layout is described in another form than DeepSpeed's
 LOAD = "load it by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
 
@@ -100,7 +100,7 @@ class Saved:
             raise self.wrong(f"{self.model_files[0].name}: its module has {other[0]!r:.50} among the names", COPY)
         return {name: tensor for name, tensor in there.items() if is_tensor(tensor)}
 
-    def wrong(self, reason: str, fix: str = "give the whole folder") -> ConfigError:
+    def wrong(self, reason: str, fix: str = "give the complete folder") -> ConfigError:
         return ConfigError(f"{self.path}: {reason}; {fix}")
 
     def refuse_others(self, of_zero: bool = True) -> None:
@@ -162,7 +162,7 @@ class Unsharded(Saved):
         if self.model.get("param_shapes"):
             raise self.wrong(
                 f"its fp32 weights and moments are missing, which are in {DEEPSPEED_OPTIMIZER}",
-                f"give the whole folder, or {self.file} for the copy of fewer bits",
+                f"give the complete folder, or {self.file} for the copy of fewer bits",
             )
         optimizer = self.model.get("optimizer")
         self.wrapped: dict[Any, Any] = optimizer if isinstance(optimizer, dict) else {}
@@ -416,7 +416,7 @@ class Universal(Zero):
             raise self.wrong(str(error)) from None
         if not found.is_file():
             alone = "" if kind == "fp32" else ", or take the weights alone, --to hf"
-            raise self.wrong(f"it has no {DEEPSPEED_UNIVERSAL}/{name}/{kind}.pt", f"give the whole folder{alone}")
+            raise self.wrong(f"it has no {DEEPSPEED_UNIVERSAL}/{name}/{kind}.pt", f"give the complete folder{alone}")
         return found
 
     def kept(self, kind: str) -> dict[str, Leaf]:

@@ -117,4 +117,4 @@ def check_header(path: Path) -> dict[str, int]:
             header = parse(file.read(length))
         return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path}: {error}; give a whole safetensors file") from None
+        raise ConfigError(f"{path}: {error}; give an intact safetensors file") from None

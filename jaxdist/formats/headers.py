@@ -54,7 +54,7 @@ class Headers:
                 self.files.update(path.parts[len(folder.parts) :][:1])
             self.files |= {INDEX} if index else set()
         except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(f"{folder}: {error}; give a folder with whole safetensors files") from None
+            raise ConfigError(f"{folder}: {error}; give a folder with intact safetensors files") from None
         self.metadata = {key: value for key, value in self.metadata.items() if key not in self.differing}
         check_index(folder, index, {name: place.file for name, place in self.places.items()})
 
@@ -62,7 +62,11 @@ class Headers:
         """The error of a folder whose files have other names than those that weights are looked for under."""
         there = sorted(file.name for file in self.folder.glob("*.safetensors"))
         named = f"it has {', '.join(there[:3])}{', ...' if there[3:] else ''}, and " if there else "it has "
-        fix = f"rename {there[0]} to {SINGLE} if it is the whole model" if len(there) == 1 else "give a whole folder"
+        fix = (
+            f"rename {there[0]} to {SINGLE} if it is the complete model"
+            if len(there) == 1
+            else "give a complete folder"
+        )
         if any(part.title.startswith("one of several") for name in there if (part := part_of(self.folder / name))):
             fix = f"put {INDEX} there, which lists the files of its tensors"
         return ConfigError(f"{self.folder}: {named}neither {SINGLE} nor {INDEX}; {fix}")

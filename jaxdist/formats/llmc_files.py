@@ -68,7 +68,7 @@ def state_of(path: Path, model: Model, reader: Reader) -> State | None:
         return None
     header = header_of(file)
     if header[0] != llmc.STATE:
-        raise ConfigError(f"{file} is not a state of llm.c's; use a whole copy, or leave it out")
+        raise ConfigError(f"{file} is not a state of llm.c's; use an intact copy, or leave it out")
     step, processes = int(header[STEP]), int(header[PROCESSES])
     if processes != 1:
         return State(file, step, processes, {})
@@ -93,7 +93,9 @@ def _shapes_of(model: Model, reader: Reader) -> dict[str, Shape]:
 def _multiple(path: Path, vocab: int, rows: int) -> int:
     """The `vocab_multiple` that pads the tokens to the rows. Raises ConfigError if no multiple does."""
     if not 0 < vocab <= rows:
-        raise ConfigError(f"{path}: its header has {vocab} tokens in {rows} rows, padding among them; use a whole copy")
+        raise ConfigError(
+            f"{path}: its header has {vocab} tokens in {rows} rows, padding among them; use an intact copy"
+        )
     return next(multiple for multiple in (1, MULTIPLE, rows) if math.ceil(vocab / multiple) * multiple == rows)
 
 
@@ -101,7 +103,7 @@ def header_of(path: Path) -> np.ndarray:
     try:
         return buffers.read(path, 0, (llmc.HEADER,), np.dtype("<i4"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; use a whole copy") from None
+        raise ConfigError(f"{path}: {error}; use an intact copy") from None
 
 
 def _laid_out(path: Path, shapes: Mapping[str, Shape], dtype: np.dtype, kinds: int = 0) -> list[Leaves]:
@@ -119,5 +121,5 @@ def _laid_out(path: Path, shapes: Mapping[str, Shape], dtype: np.dtype, kinds: i
         found.append(leaves)
     size = path.stat().st_size
     if size < start or (not kinds and size > start):
-        raise ConfigError(f"{path} has {size:,} bytes, where its header says {start:,}; use a whole copy")
+        raise ConfigError(f"{path} has {size:,} bytes, where its header says {start:,}; use an intact copy")
     return found

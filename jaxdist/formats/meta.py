@@ -85,7 +85,7 @@ def _unsharded(path: Path, name: str, ranks: Sequence[Mapping[str, Leaf]], shape
 
     if len(pieces) < len(ranks) or len({*map(other_dims, pieces)}) > 1:
         there = ", ".join(f"{piece.dtype}{list(piece.shape)}" for piece in pieces)
-        raise ConfigError(f"{path}: of {name} its {len(ranks)} {FILES} have {there}; give the whole folder")
+        raise ConfigError(f"{path}: of {name} its {len(ranks)} {FILES} have {there}; give the complete folder")
     if axis == len(first.shape):
         return first
     sizes = [piece.shape[axis] for piece in pieces]

@@ -159,7 +159,7 @@ def loading(path: Path, fix: str = TORCH_WROTE) -> Iterator[None]:
         reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
         raise ConfigError(
             f"{path} is refused: it holds more than tensors and plain values, or is damaged, and loading it could run "
-            f"code ({textwrap.shorten(reason or str(error), 200)}); save state dicts alone, or use a whole copy"
+            f"code ({textwrap.shorten(reason or str(error), 200)}); save state dicts alone, or use an intact copy"
         ) from None
     except ConfigError:
         raise

@@ -47,7 +47,7 @@ class Tensors(Headers):
         except (OSError, MemoryError, ValueError) as error:
             raise ConfigError(
                 f"{self.folder}: tensor {name}, {tensor.dtype}{list(tensor.shape)}: {error}; "
-                "give a tensor that fits into memory, in a whole file"
+                "give a tensor that fits into memory, in an intact file"
             ) from None
 
 

@@ -121,7 +121,7 @@ def dtype_of(path: Path, name: str, tensor: Any) -> np.dtype:
     except TypeError:
         raise ConfigError(f"{path}: tensor {name} is {tensor.dtype}, which is not read; leave it out") from None
     if tensor.numel() * dtype.itemsize > path.stat().st_size:
-        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use a whole copy")
+        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use an intact copy")
     return dtype
 
 

@@ -385,8 +385,8 @@ def no_toml(run: Path) -> None:
 
 
 BAD: dict[Callable[[Path], None], str] = {
-    cut: "has 5 whole steps, from 1 to 5, where train.steps = 6",
-    half_a_line: "has 5 whole steps, from 1 to 5, where train.steps = 6",
+    cut: "has 5 complete steps, from 1 to 5, where train.steps = 6",
+    half_a_line: "has 5 complete steps, from 1 to 5, where train.steps = 6",
     not_a_number: "loss = nan at step 4",
     no_states: "neither a checkpoint nor a record of weights",
     no_numbers: "is damaged",

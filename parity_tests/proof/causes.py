@@ -189,7 +189,7 @@ def hidden(e: Evidence) -> Seen:
         where = "the final states differ"
     else:
         return None
-    how = f"{where}, and {agreeing(e)}; its gradients, if kept, or a run in fp64, tell which it is"
+    how = f"{where}, and {agreeing(e)}; its gradients, if kept, or a run in fp64, show which it is"
     return max(e.updates, 1), joined(how, str(e.alone or e.unless_the_start))
 
 

@@ -134,9 +134,9 @@ class Run:
         steps, last = [record["step"] for record in self.metrics], self.experiment.train.steps
         if steps != list(range(1, last + 1)):
             raise ConfigError(
-                f"{self.path / 'metrics.jsonl'} has {len(steps)} whole steps, {_numbered(steps)}, where train.steps = "
-                f"{last}: each has to be there once, in order, from 1, on a line that ends; finish the run, or make it "
-                "again"
+                f"{self.path / 'metrics.jsonl'} has {len(steps)} complete steps, {_numbered(steps)}, where "
+                f"train.steps = {last}: each has to be there once, in order, from 1, on a line that ends; "
+                "finish the run, or make it again"
             )
         for name, (kind, fields) in SUMMARY.items():
             if name in self.summary and (wrong := unlike(self.summary[name], kind, fields)):

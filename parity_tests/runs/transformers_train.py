@@ -201,7 +201,7 @@ def build(init: Path, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
     loaded: Any = AutoModelForCausalLM.from_pretrained(init, dtype=dtype, output_loading_info=True, **eager)
     model, report = loaded
     if wrong := [f"{what}: {', '.join(map(str, names))}" for what, names in report.items() if names]:
-        raise ConfigError(f"--init {init}: {'; '.join(wrong)}; give the whole weights of its config.json")
+        raise ConfigError(f"--init {init}: {'; '.join(wrong)}; give all weights of its config.json")
     model.config.use_cache = False
     return model.to(mesh.device_type).eval()  # no dropout
 

@@ -76,8 +76,8 @@ def test_both_refuse_in_the_same_words(name: str, tmp_path: Path) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "cut off": (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-9]), "whole safetensors file"),
-    "no safetensors": (lambda f: (f / SINGLE).write_bytes(b"weights"), "whole safetensors file"),
+    "cut off": (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-9]), "intact safetensors file"),
+    "no safetensors": (lambda f: (f / SINGLE).write_bytes(b"weights"), "intact safetensors file"),
     "another model": (
         lambda f: (f / "config.json").write_text((f / "config.json").read_text().replace("10000.0", "500000.0")),
         "model.rope_theta = 10000.0, but",

@@ -433,7 +433,7 @@ def test_both_refuse_a_layout_of_another_form_in_the_same_words(name: str, tmp_p
     (file,) = path.rglob("mp_rank_00_model_states.pt")
     torch.save(torch.load(file) | {name: NOT_DEEPSPEED[name]}, file)
     message = refused(read_by_jaxdist, path, LLAMA)
-    assert "use a whole copy of its folder" in message, message
+    assert "use an intact copy of its folder" in message, message
     assert refused(read_by_torch_ref, path, LLAMA) == message
 
 

@@ -28,7 +28,9 @@ load_torch = importlib.import_module("safetensors.torch").load_file
 def test_a_missing_rank_is_named(layout: Any, tmp_path: Path) -> None:
     tag = layout(tmp_path / "run", Trained(tmp_path))
     next(tag.glob("*pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
-    with pytest.raises(ConfigError, match=r"3 ranks wrote it, and it has 2 \*_optim_states.pt; give the whole folder"):
+    with pytest.raises(
+        ConfigError, match=r"3 ranks wrote it, and it has 2 \*_optim_states.pt; give the complete folder"
+    ):
         read_content(tag)
 
 
@@ -110,5 +112,5 @@ def test_a_folder_without_its_model_states_names_the_missing_files(tmp_path: Pat
     tag = zero_2(tmp_path / "run", Trained(tmp_path))
     (tag / "mp_rank_00_model_states.pt").unlink()
     for path in (tag, tag.parent):
-        with pytest.raises(ConfigError, match=r"it has no \*mp_rank_\*_model_states.pt; give the whole folder"):
+        with pytest.raises(ConfigError, match=r"it has no \*mp_rank_\*_model_states.pt; give the complete folder"):
             read_content(path)

@@ -50,7 +50,7 @@ def test_a_missing_file_is_named(kind: str, tmp_path: Path) -> None:
     """Weights alone can do without an optimizer's file."""
     tag = universal(tmp_path / "run", Trained(tmp_path))
     (tag / f"zero/model.norm.weight/{kind}.pt").unlink()
-    with pytest.raises(ConfigError, match=rf"it has no zero/model.norm.weight/{kind}.pt; give the whole folder"):
+    with pytest.raises(ConfigError, match=rf"it has no zero/model.norm.weight/{kind}.pt; give the complete folder"):
         read_content(tag)
     if kind != "fp32":
         main([str(tag), str(tmp_path / "hf"), "--to", "hf"])
@@ -77,7 +77,7 @@ def test_a_name_that_leads_outside_is_refused(tmp_path: Path) -> None:
     tag = universal(tmp_path / "run", trained)
     outside = {"../../../first": torch.Size([2])}
     save(tag / "mp_rank_00_model_states.pt", trained.engine(trained.groups, 2, param_shapes=[outside]))
-    with pytest.raises(ConfigError, match=r"first.*give the whole folder"):
+    with pytest.raises(ConfigError, match=r"first.*give the complete folder"):
         read_content(tag)
 
 

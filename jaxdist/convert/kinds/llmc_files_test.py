@@ -126,7 +126,7 @@ def test_other_files_of_llmc_are_refused(tmp_path: Path) -> None:
         (whole[:20] + (3).to_bytes(4, "little") + whole[24:], "model.heads = 3 does not divide model.dim = 8"),
         (whole[:12] + (21).to_bytes(4, "little") + whole[16:], "header has 21 tokens in 20 rows, padding among them"),
         (whole[:12] + bytes(4) + whole[16:], "header has 0 tokens in 20 rows"),
-        (whole[:100], "bytes early; use a whole copy"),
+        (whole[:100], "bytes early; use an intact copy"),
     ):
         file.write_bytes(change)
         with pytest.raises(ConfigError, match=message):

@@ -160,7 +160,9 @@ def test_ranks_that_do_not_fit(other: Any, tmp_path: Path) -> None:
     second = drawn() | {"output.weight": torch.ones(other or ())}
     if other is None:
         del second["output.weight"]
-    with pytest.raises(ConfigError, match=r"of output.weight its 2 consolidated.\*.pth have .*give the whole folder"):
+    with pytest.raises(
+        ConfigError, match=r"of output.weight its 2 consolidated.\*.pth have .*give the complete folder"
+    ):
         meta.read_content(saved(tmp_path / "meta", [first, second]))
 
 

@@ -165,7 +165,7 @@ def _changes(adapter: Path, settings: Mapping[str, Any], tensors: Leaves) -> Ite
             yield name, Saved(leaf)
     for (module, embedding), pair in pairs.items():
         if pair.keys() != {"A", "B"}:
-            raise ConfigError(f"{adapter}: {module} has lora_{next(iter(pair))} alone; give a whole adapter")
+            raise ConfigError(f"{adapter}: {module} has lora_{next(iter(pair))} alone; give a complete adapter")
         turned = embedding or bool(settings.get("fan_in_fan_out"))
         ranks = pair["A"].shape[0], pair["B"].shape[1], _own(settings, module, "r")
         if len({*ranks}) > 1:

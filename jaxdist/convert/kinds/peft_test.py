@@ -136,7 +136,7 @@ def test_a_bfloat16_base_is_rounded_once(llama: Path, tmp_path: Path) -> None:
         (pair("model.layers.7.self_attn.q_proj", 32, 32), {}, r"belongs to no tensor of the base model; give the"),
         (pair(QUERY, 64, 32), {}, r"is of a tensor \(64, 32\), and \S+.q_proj.weight of .* \(32, 32"),
         (pair(DOWN, 32, 48), {"fan_in_fan_out": True}, r"is of a tensor \(48, 32\)"),
-        ({f"{QUERY}.lora_A.weight": drawn(4, 32)}, {}, r"q_proj has lora_A alone; give a whole adapter"),
+        ({f"{QUERY}.lora_A.weight": drawn(4, 32)}, {}, r"q_proj has lora_A alone; give a complete adapter"),
         (pair(QUERY, 32, 32), {"rank_pattern": {"q_proj": 8}}, r"lora_A of rank 4 and .* where .* has 8 \(r, r"),
         (pair(QUERY, 32, 32, 2), {}, r"lora_A of rank 2 and lora_B of rank 2, where adapter_config.json has 4 \(r"),
         (pair(QUERY, 32, 32) | {f"{QUERY}.lora_A.weight": np.full((4, 32), np.nan, np.float32)}, {},

@@ -283,7 +283,7 @@ def contiguous(path: Path, tree: Any) -> Any:
         left -= 0 if tensor.is_contiguous() else size  # what is copied
         if size > most or left < 0:
             what = f"a tensor {tuple(tensor.shape)} is" if size > most else "its tensors, written out, are"
-            raise ConfigError(f"{path}: {what} larger than the file; use a whole copy")
+            raise ConfigError(f"{path}: {what} larger than the file; use an intact copy")
         return tensor.contiguous()
 
     return changed(tree, own)

@@ -31,7 +31,7 @@ def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
     offset = int(tensor.storage_offset()) * dtype.itemsize
     count, spans = extent(tuple(tensor.shape), tensor.stride())
     if min(offset, *spans, 0) < 0 or offset + count * dtype.itemsize > size:
-        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than its record; use a whole copy")
+        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than its record; use an intact copy")
     start = begin + offset
 
     def read() -> np.ndarray:
@@ -42,7 +42,7 @@ def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
                 shown = np.empty(tuple(tensor.shape), dtype)
                 gather(shown, path, start, tensor.stride())
         except (OSError, MemoryError, ValueError) as error:
-            raise ConfigError(f"{path}: tensor {name}: {error}; use a whole copy") from None
+            raise ConfigError(f"{path}: tensor {name}: {error}; use an intact copy") from None
         shown = np.conj(shown, out=shown) if tensor.is_conj() else shown
         return np.negative(shown, out=shown) if tensor.is_neg() else shown
 

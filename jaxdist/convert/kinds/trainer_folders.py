@@ -163,7 +163,7 @@ def _loaded(file: Path) -> dict[Any, Any]:
     """The dict that a file of torch.save holds. Raises ConfigError."""
     tree = torch_files.load(file)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file} holds no state dict; use a whole copy, or leave it out")
+        raise ConfigError(f"{file} holds no state dict; use an intact copy, or leave it out")
     return tree
 
 
@@ -186,7 +186,7 @@ def trainer_state(path: Path) -> dict[str, Any]:
         return found
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{file}: {error}; use a whole copy, or leave it out to count the optimizer's steps"
+            f"{file}: {error}; use an intact copy, or leave it out to count the optimizer's steps"
         ) from None
 
 

@@ -275,7 +275,7 @@ def test_names_of_trees() -> None:
         (["ours", "new", "--mapping", "mapping.toml", "--like", "like"], r"--like like is of SOURCE's own kind; give"),
         (["theirs.safetensors", "new", "--mapping", "mapping.toml"], r"is torch's: give --like"),
         (["theirs.safetensors", "new", "--mapping", "mapping.toml", "--like", "like"], r"row 1: theirs = .*: no such"),
-        (["cut.safetensors", "new", "--mapping", "mapping.toml", "--like", "like"], r"whole safetensors files"),
+        (["cut.safetensors", "new", "--mapping", "mapping.toml", "--like", "like"], r"intact safetensors files"),
         (["ours", "new", "--like", "like"], r"--like belongs to --mapping"),
         (["ours", "new", "--mapping", "mapping.toml", "--to", "hf"], r"--to with --mapping"),
     ],

@@ -54,7 +54,7 @@ from jaxdist.convert.mappings.rows import (
 from jaxdist.convert.mappings.transforms import RESHAPE, SAME, TRANSFORMS, as_ours, fitting, result
 
 MAPPINGS = {file.stem: file for file in Path(__file__).parent.glob("*.toml")}  # shipped, by name
-FULL_MODEL = f"Give the whole model; or, if it has no such layers, write the rows out one by one, without {LAYER}"
+FULL_MODEL = f"Give the complete model; or, if it has no such layers, write the rows out one by one, without {LAYER}"
 # Parts of names that moments and averages have, which are called as the weights and may lie less deep.
 BESIDES = {"opt_state", "optimizer", "optimizer_state", "mu", "nu", "ema", "ema_params"}
 Shapes = Mapping[str, Shape]
