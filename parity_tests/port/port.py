@@ -47,6 +47,7 @@ from parity_tests.port.trainers import (
     JaxSide,
     JaxStep,
     Narrow,
+    Recipe,
     Side,
     TorchLoss,
     TorchSide,
@@ -180,17 +181,18 @@ class Port:
 
     def jax_side(self, dtype: str, modules: Mapping[str, str] | None, alone: bool = True) -> JaxSide:
         if self.sharded:
-            own = (self.keys, self.optimizer, len(self.batches), self.batches[0], modules)
-            return ShardedSide(self.sharded, alone, dtype, *own)
-        rest = (self.jax_loss, self.optimizer, len(self.batches), self.jax_step, modules)
-        return JaxSide(self.jax_parameters, dtype, self.keys, *rest)
+            recipe = Recipe[Any, Any](None, self.optimizer, len(self.batches), modules=modules)
+            program = self.sharded.program(alone, dtype, recipe.optimizer, recipe.steps, self.batches[0])
+            return ShardedSide(self.sharded, program, dtype, self.keys, recipe)
+        recipe = Recipe(self.jax_loss, self.optimizer, len(self.batches), self.jax_step, modules)
+        return JaxSide(self.jax_parameters, dtype, self.keys, recipe)
 
     def torch_side(self, dtype: str, modules: Mapping[str, str] | None) -> TorchSide:
-        rest = (self.torch_loss, self.optimizer, len(self.batches), self.torch_step, modules)
+        recipe = Recipe(self.torch_loss, self.optimizer, len(self.batches), self.torch_step, modules)
         param_specs = self.sharded.param_specs if self.sharded else {}
         pairs = self.keys.pairs(shapes(self.jax_parameters)) if param_specs else []
         decays = {pair.theirs: param_specs[pair.ours].decays for pair in pairs}
-        return TorchSide(self.torch_module, self.keys.to_theirs(self.start), dtype, *rest, decays)
+        return TorchSide(self.torch_module, self.keys.to_theirs(self.start), dtype, recipe, decays)
 
     @cached_property
     def compiled(self) -> dict[tuple[str, str], JaxSide]:

@@ -26,7 +26,7 @@ from jaxdist.parallel.sharding import BATCH, ParamSpec
 from jaxdist.training import metrics, optim
 from jaxdist.training.program import Program
 from jaxdist.training.record import Recorder
-from parity_tests.port.trainers import Arrays, Batch, JaxSide, Narrow, Values, narrower, plain
+from parity_tests.port.trainers import Arrays, Batch, JaxSide, Narrow, Recipe, Values, narrower, plain
 from parity_tests.runs.names import base
 
 SECTIONS = {  # of a config, that say how a model is laid out; what is trained, and in which dtypes, the proof says
@@ -94,7 +94,7 @@ class Sharded:
         return Experiment.parse(values, source="sections", pinned=["train.batch"])  # that of `batches`
 
     def mesh(self, parallel: ParallelSection) -> Mesh:
-        """On accelerators if there are enough, else on CPU devices. Raises ConfigError where there are fewer."""
+        """The mesh, of accelerators if there are enough, else of CPU devices. Raises ConfigError for too few."""
         axes = parallel.axes()
         needed, devices = math.prod(axes.values()), jax.devices()
         devices = devices if len(devices) >= needed else jax.devices("cpu")
@@ -106,7 +106,7 @@ class Sharded:
         return lay_out(axes, devices[:needed])
 
     def program(self, alone: bool, dtype: str, optimizer: Optimizer, steps: int, batch: Batch) -> OwnProgram:
-        """On one device or on the mesh. Raises ConfigError where model, batch and mesh do not fit."""
+        """The program on one device or on the mesh. Raises ConfigError where model, batch and mesh do not fit."""
         example = self.tokens(batch, dtype)
         sections: dict[str, Any] = {
             "precision": {"policy": POLICIES[dtype]},
@@ -166,17 +166,14 @@ class ShardedSide(JaxSide):
     def __init__(
         self,
         sharded: Sharded,
-        alone: bool,
+        program: OwnProgram,
         dtype: str,
         mapping: KeyMapping,
-        optimizer: Optimizer,
-        steps: int,
-        batch: Batch,
-        modules: Mapping[str, str] | None = None,
+        recipe: Recipe[Any, Any],
     ):
-        self.sharded, self.program = sharded, sharded.program(alone, dtype, optimizer, steps, batch)
+        self.sharded, self.program = sharded, program
         self.recorder = Recorder(self.program)
-        super().__init__(self.program.abstract.parameters, dtype, mapping, None, optimizer, steps, None, modules)
+        super().__init__(self.program.abstract.parameters, dtype, mapping, recipe)
         stacked = {path: module for path, module in self.module_pairs.items() if module.stacked}
         stacks = stacks_of(sharded.param_specs)
         for path, module in stacked.items():  # the recorder sees the layers of a scan one by one
@@ -184,7 +181,7 @@ class ShardedSide(JaxSide):
             for i in range(stacks[stack]):
                 name = path.replace(stack, f"{stack}.{i}", 1)
                 self.module_pairs[name] = module._replace(theirs=module.theirs.replace(LAYER, str(i)), stacked=False)
-        if modules is None:
+        if recipe.modules is None:
             self.modules = {path: m.theirs for path, m in self.module_pairs.items() if path not in stacked}
 
     def begin(self, parameters: Mapping[str, np.ndarray]) -> "ShardedSide":

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ Batch = Mapping[str, np.ndarray]
 Values = dict[str, float | None]  # loss, grad_norm, learning_rate; None for what the user's own step does not report
 JaxLoss = Callable[[Any, Any], jax.Array]
 TorchLoss = Callable[[nn.Module, Any], Tensor]
+Loss = TypeVar("Loss")
+Step = TypeVar("Step")
 
 
 class JaxStep(Protocol):
@@ -87,6 +89,17 @@ class Side(Protocol):
         """
 
 
+class Recipe(NamedTuple, Generic[Loss, Step]):
+    """How a side trains: by its loss and our optimizer in that many steps, or by the user's `own` step."""
+
+    loss: Loss | None
+    optimizer: Optimizer
+    steps: int
+    own: Step | None = None
+    modules: Mapping[str, str] | None = None
+    """Modules whose outputs are noted, ours -> theirs; None: all that have a counterpart."""
+
+
 class JaxSide:
     """JAX in one dtype. Use it with 64-bit numbers enabled where that is float64."""
 
@@ -95,16 +108,10 @@ class JaxSide:
         tree: Any,
         dtype: str,
         mapping: KeyMapping,
-        loss: JaxLoss | None,
-        optimizer: Optimizer,
-        steps: int,
-        own: JaxStep | None = None,
-        modules: Mapping[str, str] | None = None,
+        recipe: Recipe[JaxLoss, JaxStep],
     ):
-        """`tree` has the structure and shapes of the parameters, whose values come with `begin`.
-
-        `modules`: of which outputs are noted, ours -> theirs; all that have a counterpart where it is not given.
-        """
+        """`tree` has the structure and shapes of the parameters, whose values come with `begin`."""
+        loss, optimizer, steps, own, modules = recipe
         self.tree, self.dtype, self.mapping, self.loss = tree, dtype, mapping, loss
         self.shapes = shapes(tree)
         self.module_pairs = mapping.modules(self.shapes)
@@ -162,7 +169,7 @@ class JaxSide:
         return {"loss": loss, "grad_norm": norm, "learning_rate": float(rate)}
 
     def parameters(self) -> dict[str, jax.Array]:
-        """Ours, by name."""
+        """Our parameters, by name."""
         return self.state[0] if self.own is None else flatten(self.own.parameters(self.state))
 
     def theirs(self, named: Mapping[str, Any], kind: str = "") -> Arrays:
@@ -258,14 +265,11 @@ class TorchSide:
         module: nn.Module,
         start: Mapping[str, np.ndarray],
         dtype: str,
-        loss: TorchLoss | None,
-        optimizer: Optimizer,
-        steps: int,
-        own: TorchStep | None = None,
-        modules: Mapping[str, str] | None = None,
+        recipe: Recipe[TorchLoss, TorchStep],
         decays: Mapping[str, bool] | None = None,
     ):
         """`decays`: which parameters do, where that is not all matrices."""
+        loss, optimizer, steps, own, modules = recipe
         self.module = copy.deepcopy(module).to(getattr(torch, dtype))
         self.dtype, self.names, self.loss = getattr(torch, dtype), list(start), loss
         load(self.module, start)
@@ -276,7 +280,7 @@ class TorchSide:
             self.ruled = self.optimizer_of(decays or {})
 
     def optimizer_of(self, decays: Mapping[str, bool]) -> torch.optim.Optimizer:
-        """Ours, for a side without a step of its own."""
+        """Our optimizer, for a side without a step of its own."""
         o, trained = self.optimizer, [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
         decaying = [decays.get(name, p.ndim >= 2) for name, p in trained]
         groups: list[dict[str, Any]] = [
