@@ -110,7 +110,7 @@ def meet(plan: Plan) -> None:
 
 
 def address() -> str:
-    """Where the ranks of a launcher meet, as host:port."""
+    """Address at which the ranks of a launcher meet, as host:port."""
     return ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -144,6 +144,7 @@ def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
     rank = environment_integer("RANK")
     local_rank = environment_integer("LOCAL_RANK", rank)
     store = os.environ.get("TORCH_REF_STORE")
+    tf32 = torch.backends.cudnn.allow_tf32
     if plan.device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32, as torch has it of matrix products
@@ -163,6 +164,7 @@ def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
             dist.barrier()  # no rank leaves while another still needs it
     finally:
         dist.destroy_process_group()
+        torch.backends.cudnn.allow_tf32 = tf32
 
 
 @contextmanager
@@ -268,7 +270,7 @@ def ended_at_once() -> Iterator[None]:
 
 
 def from_first(function: Callable[[], Result]) -> Result:
-    """On every rank what `function` returns, or raises, on the first, the only one to call it."""
+    """Return, or raise, on every rank what `function` does on the first, the only one to call it."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
