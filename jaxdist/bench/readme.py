@@ -50,7 +50,7 @@ def missed(sections: Sections) -> Iterator[str]:
 
 
 def origins(sections: Sections) -> Iterator[str]:
-    """On what it was measured; of several machines each, of several commits all."""
+    """A line for each machine that was measured, with all commits."""
     for machine in {str(s.stamp.machine): s.stamp.machine for s in sections.values()}.values():
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         commits = sorted({s.stamp.commit for s in sections.values()} - {""})

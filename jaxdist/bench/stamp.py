@@ -66,7 +66,7 @@ class Others:
 
     @staticmethod
     def _seconds() -> tuple[float, float] | None:
-        """On the clock, and of all cores that were at work for others than this process and its ended children."""
+        """Seconds on the clock, and those of all cores at work for others than this process and its ended children."""
         try:
             user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
         except (OSError, ValueError):

@@ -292,14 +292,14 @@ def value_here(field: str, value: Any) -> str | None:
 
 
 def value_names(field: str) -> Mapping[str, str]:
-    """Other programs' names of the values of `field` -> our value."""
+    """Names of the values of `field` in other programs -> our value."""
     if field != FAMILY:
         return VALUE_NAMES.get(field, {})
     return {word: name for name, row in FAMILIES.items() for words in row.aliases for word in words.split()}
 
 
 def related_fields(field: str) -> Mapping[str, str]:
-    """Other programs' names of the values of `field` -> what else to set for these."""
+    """Names of the values of `field` in other programs -> what else to set for these."""
     if field != FAMILY:
         return ALONG_NAMES.get(field, {})
     rows = FAMILIES.values()
@@ -339,7 +339,7 @@ def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Ma
 
 
 def field_here(name: str, value: Any) -> str | None:
-    """As `flag_here`, for a key in a config: the field here, as a line of TOML where the value differs."""
+    """The field here for a key in a config, as a line of TOML where the value differs; see `flag_here`."""
     meaning = NAMES.get(plain(name))
     if meaning is None:
         return NOT_HERE_NAMES.get(plain(name))

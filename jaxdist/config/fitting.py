@@ -116,31 +116,31 @@ def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
     """Sizes that the mesh divides, and into how many parts."""
     m, parallel = e.model, e.parallel
 
-    def of(*over: str) -> int:
+    def ways(*over: str) -> int:
         return math.prod(axes[axis] for axis in over)
 
-    yield ("batch",), of(*BATCH) * e.train.accumulation
+    yield ("batch",), ways(*BATCH) * e.train.accumulation
     if axes["context"] > 1:
         yield ("sequence",), CHUNKS[parallel.context] * axes["context"]
     if parallel.sequence:
-        yield ("sequence",), of("context", "tensor")
+        yield ("sequence",), ways("context", "tensor")
     if axes["pipeline"] > 1:
         yield ("layers",), axes["pipeline"] * parallel.virtual_stages
     if m.experts:
         yield ("experts",), axes["expert"]
-    for name, size, _, over in m.mesh_sizes(parallel):
+    for name, value, _, over in m.mesh_sizes(parallel):
         if name == "vocab":
-            if size % of(*over):
-                yield ("vocab_multiple",), math.lcm(of(*over), m.vocab_multiple)
+            if value % ways(*over):
+                yield ("vocab_multiple",), math.lcm(ways(*over), m.vocab_multiple)
         elif m.has_head_dim:
-            yield tuple(name.split(" × ")), of(*over)
+            yield tuple(name.split(" × ")), ways(*over)
         elif not name.startswith("kv_heads"):  # its kv heads are its heads, which divide its width
-            yield ("dim" if "×" in name else name,), of(*over)
+            yield ("dim" if "×" in name else name,), ways(*over)
 
 
-def multiple(of: int, number: int) -> int:
-    """The least multiple of `of` that is not below `number`."""
-    return math.ceil(number / of) * of
+def multiple(factor: int, number: int) -> int:
+    """The least multiple of `factor` that is not below `number`."""
+    return math.ceil(number / factor) * factor
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -167,5 +167,5 @@ def _sizes(e: "Experiment") -> dict[str, int]:
     }
 
 
-def _grow(sizes: dict[str, int], name: str, of: int) -> None:
-    sizes[name] = multiple(of, sizes[name])
+def _grow(sizes: dict[str, int], name: str, factor: int) -> None:
+    sizes[name] = multiple(factor, sizes[name])

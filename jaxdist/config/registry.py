@@ -215,7 +215,7 @@ def described_families() -> str:
     for name, row in FAMILIES.items():
         names.setdefault(row.config, []).append(name)
     about = {config: re.split(r"\.\s", " ".join((vars(config).get("__doc__") or "").split()))[0] for config in names}
-    return "; ".join(f"{', '.join(of)}: {about[config]}".rstrip(".: ") for config, of in names.items())
+    return "; ".join(f"{', '.join(families)}: {about[config]}".rstrip(".: ") for config, families in names.items())
 
 
 def default_family() -> str:

@@ -117,7 +117,7 @@ class Content:
         return replace(self, groups={PARAMETERS: taken}).weights()
 
     def checked(self, source: Path) -> "Content":
-        """Itself, its buffers apart, and with a first loss scale where its experiment needs one and it has none.
+        """The content with its buffers apart, and with a first loss scale where its experiment needs one.
 
         Raises ConfigError naming a tensor that is missing or does not fit."""
         groups = {group: self._without_extras(source, leaves) for group, leaves in self.groups.items()}

@@ -47,17 +47,17 @@ class ConversionUnit:
 
 def units(sources: Mapping[str, Entry], targets: Mapping[str, Entry]) -> list[ConversionUnit]:
     """All units, in the order of the sources' tensors: what is best read together comes together."""
-    of: dict[Atom, ConversionUnit] = {}
+    by_atom: dict[Atom, ConversionUnit] = {}
     for side, group in (("sources", sources), ("targets", targets)):
         for entry in group.values():
-            found = list({id(of[atom]): of[atom] for atom in entry.atoms if atom in of}.values()) or [ConversionUnit()]
-            unit = found[0]
-            for other in found[1:]:
+            known = [by_atom[atom] for atom in entry.atoms if atom in by_atom]
+            unit, *others = {id(part): part for part in known}.values() or [ConversionUnit()]
+            for other in others:
                 unit.sources += other.sources
                 unit.targets += other.targets
             getattr(unit, side).append(entry)
-            of |= {atom: unit for e in (*unit.sources, *unit.targets) for atom in e.atoms}
-    return list({id(unit): unit for unit in of.values()}.values())
+            by_atom |= {atom: unit for e in (*unit.sources, *unit.targets) for atom in e.atoms}
+    return list({id(unit): unit for unit in by_atom.values()}.values())
 
 
 @dataclass(frozen=True, kw_only=True)

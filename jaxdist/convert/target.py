@@ -22,7 +22,7 @@ TRIES = 100  # to remove a folder, 50 ms apart
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Whatever the writing of a file raises becomes a TrainingError."""
+    """Raises TrainingError for any error of the writing of a file."""
     try:
         yield
     except (OSError, MemoryError, ValueError, RuntimeError) as error:  # of torch and TensorStore where a disk is full

@@ -82,8 +82,8 @@ def comparing(checkpoint: Path | None) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def unchanged(wait: Callable[[], None]) -> Iterator[None]:
-    """At its end a comparison is waited for, which explains what else was raised. Signals do not wait, nor does what
-    the target is to blame for."""
+    """Wait for a comparison at the end, as a changed source explains other errors. Signals do not wait, nor do errors
+    of the target."""
     try:
         yield
     except TrainingError:

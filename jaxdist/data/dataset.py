@@ -336,6 +336,6 @@ class Labelled(Dataset):
     def _read(self, row: NDArray[np.int64]) -> Images:
         number, count = np.empty_like(row), len(self._pictures.labels)
         for first, stop in ((0, self._training), (self._training, count)):
-            of = (row >= first) & (row < stop)
-            number[of] = first + permute(row[of] - first, stop - first, 0, np.zeros_like(row[of]))
+            own = (row >= first) & (row < stop)
+            number[own] = first + permute(row[own] - first, stop - first, 0, np.zeros_like(row[own]))
         return Images(self._pictures.read(number), self._pictures.labels[number])

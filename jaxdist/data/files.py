@@ -187,7 +187,7 @@ def _split_in(path: Path) -> str | None:
 
 
 def siblings(file: Path) -> list[Path]:
-    """Beside a file of training data, those of the other splits, whose names differ in the split's word and numbers."""
+    """Files of the other splits beside one of training data: their names differ in the split's word and numbers."""
 
     def stem(name: str) -> list[str]:
         return [word for word in _words(name) if word not in SPLITS and not word.isdigit()]

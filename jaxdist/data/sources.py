@@ -105,13 +105,13 @@ def open_stream(data: Data, vocab: int) -> Stream:
     sizes = [size for _, found in read for size in found]
     training = sum(sum(found) for _, found in read[:first])
     stream = Stream(parts, np.cumsum([0, *sizes], dtype=np.int64), training if files.validation else None)
-    of = f"{files.kind}, tokenizer {data.tokenizer}"
+    kind = f"{files.kind}, tokenizer {data.tokenizer}"
     if not encoder and located and located[0]:
-        of = f"{located[0].part.dtype.name} ids, {located[0].source}"
-    of += f", {documents.nulls:,} records of null passed over" if documents.nulls else ""
+        kind = f"{located[0].part.dtype.name} ids, {located[0].source}"
+    kind += f", {documents.nulls:,} records of null passed over" if documents.nulls else ""
     whose = "the library of this Python" if library else names(files.train)
     whose += f", for validation {names(files.validation)}" if files.validation else ""
-    stream.rows = {"data": f"{len(stream):,} tokens: {of}; {whose}"}
+    stream.rows = {"data": f"{len(stream):,} tokens: {kind}; {whose}"}
     stream.rows["end of document"] = _end(data, encoder, joined)
     if missing := missing_shards(files.all):
         stream.rows["not there"] = f"{len(missing)} of the files that names count: {names(map(Path, missing))}"

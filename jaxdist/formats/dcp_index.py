@@ -53,7 +53,7 @@ class Index(Careful):
         return value if isinstance(value, tuple | list) else ()
 
     def load_build(self) -> None:
-        """For the index's own types: of a class, or given slots, it would set any attribute of it, for good."""
+        """Set attributes of the index's own types alone: those of a class, or in slots, would be set for good."""
         instance, state = self.stack[-2:]
         kind = type(instance)
         built = (kind.__module__, kind.__qualname__) in BUILT

@@ -46,7 +46,7 @@ class Vector(NamedTuple):
     reader: Reader
 
     def part(self, start: int, size: int) -> Leaf:
-        """Some of its numbers, still to be read. Raises ConfigError."""
+        """A slice of its numbers, still to be read. Raises ConfigError."""
         return self.reader.leaf(self.file, "a rank's vector", self.tensor[start : start + size])
 
 
@@ -142,7 +142,7 @@ class Saved:
         return tree
 
     def part(self, file: Path, tree: Mapping[Any, Any], key: str) -> dict[Any, Any]:
-        """That dict of a file's. Raises ConfigError."""
+        """The dict `key` of a file. Raises ConfigError."""
         found = tree.get(key)
         if not isinstance(found, dict):
             raise self.wrong(f"{file.name} has no {key}", "give what DeepSpeed's save_checkpoint wrote")
@@ -294,9 +294,9 @@ class Zero(Saved):
         """Name -> weights: the masters, what was not trained, buffers, other names of the same. Raises ConfigError."""
         found = self.buffers() | self.frozen() | self.trained()
         shared = self.model.get("shared_params")
-        for name, of in shared.items() if isinstance(shared, dict) else ():
-            if of in found:
-                found[name] = found[of]
+        for name, original in shared.items() if isinstance(shared, dict) else ():
+            if original in found:
+                found[name] = found[original]
         return found
 
     def trained(self) -> dict[str, Leaf]:
@@ -405,7 +405,7 @@ class Universal(Zero):
 
     @property
     def ranks(self) -> int:
-        """Those of the first part of the model, where tensors were cut by model parallelism too."""
+        """Number of ranks; under model parallelism, of those of the first part of the model."""
         return sum("mp_rank_00" in file.name for file in self.model_files)
 
     def file(self, name: str, kind: str) -> Path:

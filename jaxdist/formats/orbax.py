@@ -31,7 +31,7 @@ NAMING = "torch_ref"  # of the tensors: a layer each, as torch lays them out
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever Orbax raises for a damaged checkpoint becomes a ConfigError."""
+    """Raises ConfigError for any error of Orbax on a damaged checkpoint."""
     try:
         yield
     except ConfigError:

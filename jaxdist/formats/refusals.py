@@ -152,7 +152,7 @@ TORCH_WROTE = "give a file that torch.save wrote"
 
 @contextmanager
 def loading(path: Path, fix: str = TORCH_WROTE) -> Iterator[None]:
-    """Whatever the loading of a file of torch.save's raises becomes a ConfigError."""
+    """Raises ConfigError for any error of the loading of a file of torch.save's."""
     try:
         yield
     except UnpicklingError as error:

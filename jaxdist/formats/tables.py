@@ -62,7 +62,7 @@ class TensorRow(NamedTuple):
         return "{expert}" in self.theirs
 
     def numbered(self, shapes: Mapping[str, Shape], blocks: Iterable[tuple[int, int]]) -> Iterator["TensorRow"]:
-        """Itself, or a row for each (stage, block) of a model with these parameters; none where it has not this."""
+        """The row, or one for each (stage, block) of a model with these parameters; none where the model lacks them."""
         ours, *_ = self.ours
         if "{stage}" not in ours:
             yield from [self] if ours in shapes else []
@@ -73,7 +73,7 @@ class TensorRow(NamedTuple):
                 yield self._replace(ours=(ours.format(**there),), theirs=self.theirs.format(**there))
 
     def names(self, layers: int, experts: int = 1) -> list[str]:
-        """Their names, in the order of the layers, and within one of its experts."""
+        """Names of their tensors, by layer, and within one by expert."""
         each = range(experts if self.by_expert else 1)
         return [self.theirs.format(layer=i, expert=e) for i in range(layers if self.stacked else 1) for e in each]
 
@@ -93,7 +93,7 @@ class TensorRow(NamedTuple):
         return shape[1:2] if EXPERTS in self.ours[0] else ()
 
     def tensors(self, layer: int, shapes: Mapping[str, Shape]) -> Iterator["Stored"]:
-        """Their tensors of one layer."""
+        """Tensors of theirs of one layer."""
         shape, experts = self.shape(shapes), self.stack(shapes[self.ours[0]])
         if not experts:
             yield Stored(self.theirs.format(layer=layer), tuple((name, layer) for name in self.ours), shape, self)

@@ -89,7 +89,7 @@ def predict(f: Footprint, total: Mapping[str, float], hardware: Hardware) -> Tim
 
 
 def rounds(f: Footprint, sent: list[Link]) -> Iterator[tuple[Link, float]]:
-    """With each link how many collectives a step begins on it, each waiting for its own latency: of activations, and of
+    """Number of collectives that a step begins on each link, each waiting for its own latency: of activations, and of
     parameters, of what lies outside of the blocks as of one; a stage of a pipeline sends once a tick of either pass.
 
     Over tensor the loss finds the highest logits and then its sums; each of its chunks more does so once more.

@@ -102,7 +102,7 @@ class Saves:
         return step not in self.failed and newest(self.checkpoints) != step
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json: the step of the newest complete checkpoint, and why others are missing, by step."""
+        """Entries of summary.json: the step of the newest complete checkpoint, and why others are missing, by step."""
         self.look()
         last = last_complete(self.checkpoints)
         return {"newest": int(last.name) if last else None, "failed": {str(s): why for s, why in self.failed.items()}}

@@ -82,9 +82,9 @@ def _numbers(launcher: str) -> tuple[int, int, int]:
     return size, rank, local_rank
 
 
-def _check_below(name: str, number: int, of: str, size: int) -> None:
+def _check_below(name: str, number: int, size_name: str, size: int) -> None:
     if number >= size:
-        raise ConfigError(f"{name} = {number}: must be below {of} = {size}; let the launcher set both")
+        raise ConfigError(f"{name} = {number}: must be below {size_name} = {size}; let the launcher set both")
 
 
 def _refusing(launcher: str, error: ConfigError) -> Launch:

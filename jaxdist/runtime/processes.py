@@ -158,7 +158,7 @@ def agreement() -> str:
 
 
 def from_first(function: Callable[[], Result], name: str | None = None) -> Result:
-    """On every process what `function` returns, or raises, on the first, the only one to call it, when all are here.
+    """Return, or raise, on every process what `function` does on the first, the only one to call it, when all are here.
 
     `name`: of the `agreement`, where another thread than the main one comes to it.
     """

@@ -95,7 +95,7 @@ def expected(
 
 
 def together(found: Counts, sent: Iterable[Sent]) -> Counts:
-    """Those and what else is sent over the same axes."""
+    """Counts with those that are `sent` over the same axes added."""
     for axis, ops in sent:
         for op, (least, most) in ops.items() if axis in found else ():
             fewest, more = found[axis].get(op, (0, 0))

@@ -240,7 +240,7 @@ class Evidence:
 
 
 def other_batches(e: Evidence) -> Seen:
-    """Theirs is the loss of another batch; or the difference jumps from step to step as far as batches differ."""
+    """Their loss is that of another batch; or the difference jumps from step to step as far as batches differ."""
     step = e.first["loss"]
     if step == NEVER or step > min(e.first["grad_norm"], e.first["learning_rate"] + (step > 1)):
         return None

@@ -306,7 +306,7 @@ class Proof:
 
     @property
     def named_gelu(self) -> str:
-        """Its field and value."""
+        """Field and value of the GELU."""
         return f"model.gelu = {GELU[self.experiment.model.gelu]}"
 
     @property

@@ -162,7 +162,7 @@ class Training:
                 parameter.copy_(torch.from_numpy(weights[name]))
 
     def batch(self, step: int) -> Batches:
-        """That of a step; kept, as each is asked for often."""
+        """The batch of a step; kept, as each is needed often."""
         train = self.experiment.train
         if step not in self.batches:
             self.batches[step] = self.data.batch(step, train.batch, train.seed)

@@ -110,10 +110,8 @@ class Verdict:
         return f"Equivalent: all {len(self.checks)} checks hold.{near}{rest}"
 
     def by_a_hair(self, met: str) -> Iterator[str]:
-        """That the verdict hangs on bounds which are met or missed by less than a factor of two, and what decides it.
-
-        It does where all that fails is that near, or where nothing fails.
-        """
+        """A sentence where the verdict depends on bounds that are met or missed by less than a factor of two, and the
+        run that decides it: where all failed checks are that near, or none fails."""
         failed = self.failed
         near = [check for check in failed or self.checks if check.near and check.level in self.decides]
         if near and (not failed or len(near) == len(failed)):

@@ -89,7 +89,7 @@ def _line(axes: Axes, steps: Sequence[int], values: np.ndarray, **style: Any) ->
 
 
 def _difference(axes: Axes, between: Curve, bound: np.ndarray | None) -> None:
-    """On a log scale, where a difference of zero lies on the lower edge."""
+    """Draw differences on a log scale, zero on the lower edge."""
     steps, values = between.steps, between.values
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"1e{round(np.log10(y)):d}"))

@@ -353,8 +353,10 @@ def causes(found: Sequence[Cause]) -> dict[str, Any]:
     named = [cause for cause in found if cause.name != UNEXPLAINED]
     unit = unit_of(value for cause in found for value in (cause.jax, cause.torch))
 
-    def row(name: str, of: Sequence[Cause]) -> tuple[str, list[str]]:
-        return name, [_bytes(sum(column) / UNITS[unit]) for column in zip(*((c.jax, c.torch) for c in of), strict=True)]
+    def row(name: str, causes: Sequence[Cause]) -> tuple[str, list[str]]:
+        return name, [
+            _bytes(sum(column) / UNITS[unit]) for column in zip(*((c.jax, c.torch) for c in causes), strict=True)
+        ]
 
     named.sort(key=lambda cause: -max(cause.jax, cause.torch))
     ends = [row("closed form", named), row("measured", found), row(UNEXPLAINED, rest)] if rest else []

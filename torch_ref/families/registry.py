@@ -51,7 +51,7 @@ class Family:
     blocks: str = "layers.*"
     """Names of its blocks, in order; * is a number."""
     tensor: Mapping[str, str] = field(default_factory=dict)
-    """Additions and changes to TENSOR_PLAN for its tensor parallelism; "" leaves a module, and all within it, whole."""
+    """Additions and changes to TENSOR_PLAN for its tensor parallelism; "" replicates a module, and all within it."""
     no_pipeline: str = ""
     """Why torch's pipeline stages can't train it; empty: they can."""
 
@@ -61,7 +61,7 @@ class Family:
             module, style = unknown[0]
             raise ConfigError(
                 f"family {self.name!r} of torch_ref: tensor[{module!r}] = {style!r} is no style; choose one of "
-                f"{', '.join(STYLES)}, or '' to keep the module whole"
+                f"{', '.join(STYLES)}, or '' to replicate the module"
             )
 
     @property
@@ -70,7 +70,7 @@ class Family:
         return {name: style for name, style in {**TENSOR_PLAN, **self.tensor}.items() if style}
 
     def unplanned(self, modules: Iterable[str]) -> list[str]:
-        """Those of these modules that have no style and are not left whole, each kind once, with * for numbers."""
+        """Modules among these that have neither a style nor ""; each kind once, with * for numbers."""
         patterns = {**TENSOR_PLAN, **self.tensor}
         unsplit = [pattern for pattern, style in patterns.items() if not style]
 

@@ -30,7 +30,7 @@ DAMAGE = (
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever torch raises for a damaged checkpoint becomes a ConfigError."""
+    """Raises ConfigError for any error of torch on a damaged checkpoint."""
     try:
         yield
     except DAMAGE as error:  # a CheckpointException has those of the ranks, with their tracebacks

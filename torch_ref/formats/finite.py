@@ -48,11 +48,13 @@ def check_resumed(
 ) -> None:
     """Raises ConfigError where weights of the checkpoint `path`, what its `optimizer` keeps of each, or its loss scale
     cannot be, also under train.nonfinite = skip, as that passes over steps alone. Called by all ranks."""
-    kept = {optimizer_tensor_name(name, kind): tensor for name, of in optimizer.items() for kind, tensor in of.items()}
+    kept = {
+        optimizer_tensor_name(name, kind): tensor for name, state in optimizer.items() for kind, tensor in state.items()
+    }
     if found := on_all_ranks({**weights, **kept}):
         raise refused(f"checkpoint {path}", found, resume_fix(path, weights=not found.keys().isdisjoint(weights)))
     every: list[set[float]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, {float(of["step"]) for of in optimizer.values()})
+    dist.all_gather_object(every, {float(state["step"]) for state in optimizer.values()})
     scale, good = (float(scaling[key]) if scaling else None for key in ("scale", "good"))
     for updates in sorted(set().union(*every)):
         check_counts(path, int(path.name), updates, scale, good)

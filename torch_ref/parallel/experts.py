@@ -65,12 +65,12 @@ class AllToAll(Dispatch):
         """All-to-all of rows to the ranks of their experts, and of outputs back."""
         sent = count_E.view(self.size, -1)  # by rank and its experts
         got = all_to_all_single(count_E, None, None, self.group).view(self.size, -1)
-        to, of = sent.sum(1).tolist(), got.sum(1).tolist()
-        rows_ND = all_to_all_single_autograd(x_ND, of, to, self.group)
+        sizes_out, sizes_in = sent.sum(1).tolist(), got.sum(1).tolist()
+        rows_ND = all_to_all_single_autograd(x_ND, sizes_in, sizes_out, self.group)
         own = torch.arange(got.shape[1], device=got.device).repeat(self.size).repeat_interleave(got.flatten())
         order = own.argsort(stable=True)
         y_ND = experts(rows_ND[order], got.sum(0).tolist())
-        return all_to_all_single_autograd(y_ND[order.argsort()], to, of, self.group)
+        return all_to_all_single_autograd(y_ND[order.argsort()], sizes_out, sizes_in, self.group)
 
 
 def own(weight: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class Taps:
 
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
-        """For the modules of `model`."""
+        """Within, note what the modules of `model` return."""
         with ExitStack() as stack:
             for part in parts_of(model):
                 for path, module in part.named_modules():

@@ -91,7 +91,7 @@ class Tensors:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Whatever the reading of a tensor raises becomes a ConfigError."""
+        """Raises ConfigError for any error of the reading of a tensor."""
         try:
             yield
         except ConfigError as error:
@@ -225,7 +225,7 @@ def read_content(
             rule = rules.rule_of(str(path), (kind for _, kind in states), trained)
         kept = rule.kinds(trained) if rule else experiment.optimizer.kept
         groups |= {
-            kind: {full_name(n): leaf for (n, of), leaf in states.items() if of == kind and isinstance(leaf, Leaf)}
+            kind: {full_name(n): leaf for (n, k), leaf in states.items() if k == kind and isinstance(leaf, Leaf)}
             for kind in kept
         }
         called: dict[tuple[str, str], str] = {}

@@ -53,7 +53,7 @@ def is_count(value: Any) -> bool:
 
 
 def copies(tree: Mapping[Any, Any], model: Mapping[str, Any]) -> list[str]:
-    """Other parts of a tree with tensors in most of the shapes of its `model`, as averages or fp32 masters have, under
+    """Parts of a tree beside its `model` with tensors in most of its shapes, as averages or fp32 masters have, under
     any names or none; or with as many elements in one tensor. An optimizer's state is none of them."""
     found, weights = [], tensors_of(model)
     shapes, size = Counter(tensor.shape for tensor in weights), sum(tensor.numel() for tensor in weights)

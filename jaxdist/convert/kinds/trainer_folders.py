@@ -146,7 +146,7 @@ def _distributed(folder: Path, weights: Weights) -> State:
         rule = rules.rule_of(str(folder), (kind for _, kind in states), groups)
         moments = {
             kind: {
-                weights.full_name(n): leaf for (n, of), leaf in states.items() if of == kind and isinstance(leaf, Leaf)
+                weights.full_name(n): leaf for (n, k), leaf in states.items() if k == kind and isinstance(leaf, Leaf)
             }
             for kind in rule.kinds(groups)
         }

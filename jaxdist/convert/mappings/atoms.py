@@ -95,20 +95,20 @@ def put_rows(row: TensorRow, tensor: np.ndarray, part: int, atom: np.ndarray, he
         copy(split_rows(row, tensor)[part], atom)
 
 
-def copy(to: np.ndarray, of: np.ndarray) -> None:
+def copy(to: np.ndarray, source: np.ndarray) -> None:
     """Copy one array into another of its shape and dtype.
 
     A matrix that is turned on the way goes in blocks that stay in the cache: else each number costs a line of it.
     """
     if to.itemsize <= 8:
         bits = f"u{to.itemsize}"  # numpy is slow with dtypes that are not its own
-        to, of = to.view(bits), of.view(bits)
-    if to.ndim != 2 or (to.strides[0] < to.strides[1]) == (of.strides[0] < of.strides[1]):
-        to[...] = of
+        to, source = to.view(bits), source.view(bits)
+    if to.ndim != 2 or (to.strides[0] < to.strides[1]) == (source.strides[0] < source.strides[1]):
+        to[...] = source
         return
     if to.strides[0] < to.strides[1]:
-        to, of = to.T, of.T
+        to, source = to.T, source.T
     numbers = max(1, BLOCK // to.itemsize)
     for row, column in product(*(range(0, size, numbers) for size in to.shape)):
         block = slice(row, row + numbers), slice(column, column + numbers)
-        to[block] = np.ascontiguousarray(of[block].T).T
+        to[block] = np.ascontiguousarray(source[block].T).T

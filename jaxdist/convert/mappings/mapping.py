@@ -341,7 +341,7 @@ class KeyMapping:
         )
 
     def to_theirs(self, parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Their tensors from our parameters, the same bits. Names in `ours_only` are left out. Raises ConfigError."""
+        """Tensors of theirs from our parameters, the same bits, without those of `ours_only`. Raises ConfigError."""
         return recut(parameters, *self.cuts({name: array.shape for name, array in parameters.items()}))
 
     def to_ours(self, tensors: Mapping[str, np.ndarray], shapes: Shapes) -> dict[str, np.ndarray]:
@@ -353,7 +353,7 @@ class KeyMapping:
         return recut(tensors, theirs, ours)
 
     def their_shapes(self, ours: Shapes) -> dict[str, Shape]:
-        """Their tensors' shapes from our parameters'. Raises ConfigError where a transform cannot be applied."""
+        """Shapes of their tensors from those of our parameters. Raises ConfigError where a transform does not apply."""
         found = {}
         for pair in self.pairs(ours):
             shape = pair.piece(ours[pair.ours])

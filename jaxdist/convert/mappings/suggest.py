@@ -256,7 +256,7 @@ def similarity(a: list[Node], b: list[Node]) -> np.ndarray:
 
 
 def number_ranks(nodes: list[Node]) -> list[list[int]]:
-    """For each name, the rank of each of its numbers among the names that differ in numbers alone."""
+    """Name -> the rank of each of its numbers among the names that differ in numbers alone."""
     found = [list(map(int, re.findall(r"\d+", node.template))) for node in nodes]
     bare = [re.sub(r"\d+", "#", node.template) for node in nodes]
     values: dict[tuple[str, int], set[int]] = defaultdict(set)

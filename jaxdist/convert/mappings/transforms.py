@@ -74,7 +74,7 @@ def fitting(ours: Shape, theirs: Shape) -> list[str]:
 
 
 def as_ours(name: str, tensor: np.ndarray, shape: Shape) -> np.ndarray:
-    """Theirs as ours of this shape (`Transform.seen`): a view of a tensor that is contiguous."""
+    """Their tensor as ours of this shape (`Transform.seen`): a view of a tensor that is contiguous."""
     axes, shape = TRANSFORMS[name].axes, TRANSFORMS[name].seen(shape)
     if axes is None:
         return tensor.reshape(shape)

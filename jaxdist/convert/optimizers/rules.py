@@ -260,8 +260,8 @@ def settings(source: str, rule: Rule, groups: Sequence[Group], shapes: Mapping[s
                 + WEIGHTS_ALONE
             )
     found: dict[str, Any] = {"name": rule.name}
-    for setting, of in rule.fields.items():
-        values = {of(group) for group in groups} - {None}
+    for setting, value_of in rule.fields.items():
+        values = {value_of(group) for group in groups} - {None}
         if len(values) > 1:
             raise ConfigError(f"{source}: {setting} of its optimizer's groups are {values}; jaxdist has one for all")
         if values:
