@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 
+from jaxdist.accounting import forms
 from jaxdist.command_line.arguments import parse
 from jaxdist.config import Experiment, check_validation, diverged, overflown
 from jaxdist.config.errors import LESS
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_same("data.fingerprint", dataset.fingerprint)
     check_elementwise(experiment.optimizer)
     program = Program(experiment, mesh)
+    forms.check(experiment, program.param_specs, axes_of(mesh))
     startup.mark("data")
 
     saving = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint) if folder else nullcontext()

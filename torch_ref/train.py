@@ -29,6 +29,7 @@ from jaxdist.runs.signals import Action, Interrupted, Saving
 from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.accounting.traffic import Traffic
+from torch_ref.families.accounting import flops_per_token
 from torch_ref.families.models import module_of
 from torch_ref.formats.hf import describe, lies_beside
 from torch_ref.parallel import experts, pipeline
@@ -90,6 +91,7 @@ def train(
             dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
             model, optimizer = state
+            flops_per_token(experiment, model)  # which the end of the run asks for: a plugin's may fail
             memory = footprint.memory(model, optimizer, experiment, mesh)
             first = dist.get_rank() == 0
             saves = Saves(folder.checkpoints, experiment.checkpoint, first) if folder else None

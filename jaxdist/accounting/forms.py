@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxdist.accounting import traffic
 from jaxdist.accounting.memory import Footprint
 from jaxdist.config import ConfigError, Experiment, Model
-from jaxdist.config.plugins import optional
+from jaxdist.config.plugins import optional, running
 from jaxdist.config.registry import FAMILIES
 from jaxdist.parallel.sharding import ParamSpec
 
@@ -66,7 +66,8 @@ def accounting_of(model: Model) -> Accounting:
 def flops_per_token(experiment: Experiment, param_specs: ParamSpecs) -> float | None:
     """FLOPs of a step per token or image, multiply-adds × 2; None if unknown."""
     form = accounting_of(experiment.model).flops
-    return form(experiment, param_specs) if form else None
+    with running(FAMILIES, experiment.model.family, "accounting"):
+        return form(experiment, param_specs) if form else None
 
 
 def footprint(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh, platform: str = "cpu") -> Footprint | None:
@@ -75,7 +76,8 @@ def footprint(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh, platf
         parallel = experiment.parallel.model_copy(update={"sequence": False})
         experiment = experiment.model_copy(update={"parallel": parallel})
     form = accounting_of(experiment.model).footprint
-    return form(experiment, param_specs, mesh, platform) if form else None
+    with running(FAMILIES, experiment.model.family, "accounting"):
+        return form(experiment, param_specs, mesh, platform) if form else None
 
 
 def least_bytes(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> dict[str, float] | None:
@@ -86,6 +88,13 @@ def least_bytes(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> 
         return None
     found = Counter(traffic.least_of_parameters(experiment, param_specs, mesh))
     found += Counter(traffic.least_of_update(experiment, param_specs, mesh))
-    for exchange in exchanges.values():
-        found += Counter(exchange(experiment, param_specs, mesh))
+    with running(FAMILIES, experiment.model.family, "accounting"):
+        for exchange in exchanges.values():
+            found += Counter(exchange(experiment, param_specs, mesh))
     return dict(found)
+
+
+def check(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> None:
+    """Raises ConfigError where a closed form of a plugin's fails that a run needs at its end."""
+    flops_per_token(experiment, param_specs)
+    least_bytes(experiment, param_specs, mesh)

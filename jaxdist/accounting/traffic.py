@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval
 
 from jaxdist.config import Experiment
 from jaxdist.config.optimizer import OPTIMIZERS
-from jaxdist.config.plugins import optional
+from jaxdist.config.plugins import optional, running
 from jaxdist.parallel.pipeline import Timetable
 from jaxdist.parallel.sharding import BLOCKS, TOKENS, ParamSpec, strategy
 
@@ -210,8 +210,9 @@ def update_traffic(
     """Collectives of each parameter in an update (`jaxdist/training/matrices.py`): name, axes and bytes."""
     if (of_rule := optional(OPTIMIZERS, experiment.optimizer.name, "traffic")) is None:
         return
-    for spec in (spec for spec in param_specs.values() if not spec.statistic):
-        yield from of_rule(experiment, spec, mesh)
+    with running(OPTIMIZERS, experiment.optimizer.name, "traffic"):
+        for spec in (spec for spec in param_specs.values() if not spec.statistic):
+            yield from of_rule(experiment, spec, mesh)
 
 
 Sent = Iterator[tuple[str, tuple[str, ...], float]]

@@ -16,9 +16,9 @@ from jaxdist.config.errors import (
     check_finite,
     check_validation,
     diverged,
-    exit_codes,
     overflown,
 )
+from jaxdist.config.exits import exit_codes
 from jaxdist.config.experiment import (
     Checkpoint,
     Experiment,
@@ -28,17 +28,22 @@ from jaxdist.config.experiment import (
 )
 from jaxdist.config.images import ImageModel
 from jaxdist.config.model import Model, check_shapes, same_model
-from jaxdist.config.optimizer import EMA, Optimizer, state_kinds
+from jaxdist.config.optimizer import ALL, EMA, INNER, MATRICES, OUTER, VECTORS, Optimizer, state_kinds
 from jaxdist.config.parallel import AXES, Parallel
 from jaxdist.config.precision import POLICIES, Precision
 from jaxdist.config.record import Record, read_record, write_record
 from jaxdist.config.strategies import STRATEGIES
 
 __all__ = [
+    "ALL",
     "AXES",
     "EMA",
+    "INNER",
+    "MATRICES",
+    "OUTER",
     "POLICIES",
     "STRATEGIES",
+    "VECTORS",
     "Checkpoint",
     "ConfigError",
     "Data",

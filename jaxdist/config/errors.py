@@ -1,18 +1,14 @@
 """The errors that end a process with one message instead of a traceback, and its exit code."""
 
-import atexit
 import difflib
 import errno
-import gc
 import math
 import os
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
 
 
 class ConfigError(Exception):
@@ -38,22 +34,6 @@ class Interrupted(Exception):
 CODES: dict[type[BaseException], int] = {
     ConfigError: 2, TrainingError: 1, DoesNotFit: 3, Interrupted: 75, KeyboardInterrupt: 130,
 }  # fmt: skip
-
-
-def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
-    """Run `main` and end the process: 0 done, or one of CODES and one message. `quiet`: another rank says why."""
-    atexit.register(gc.freeze)  # to look for cycles among all that is imported takes a process seconds more to end
-    try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # what reads has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except tuple(CODES) as error:
-        if not quiet:
-            print(f"error: {printable(str(error), but=chr(10))}" if str(error) else "interrupted", file=sys.stderr)
-        sys.exit(code_of(error))
-    sys.exit(0)
 
 
 # Why the system refuses to write -> what helps, by the system's own words, which libraries wrap in messages of theirs.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config.errors import ConfigError, TrainingError, check_validation, exit_codes, writes_to
+from jaxdist.config.errors import ConfigError, TrainingError, check_validation, writes_to
+from jaxdist.config.exits import exit_codes
 from jaxdist.runs.display import say
 
 
@@ -37,7 +38,7 @@ def test_whether_weights_without_a_loss_are_there(last: str, message: str) -> No
 @pytest.mark.long
 def test_a_closed_pipe_ends_the_process_silently() -> None:
     """`head` closes its pipe early, for instance."""
-    lines = "from jaxdist.config.errors import exit_codes\nexit_codes(lambda: [print('line') for _ in range(100_000)])"
+    lines = "from jaxdist.config.exits import exit_codes\nexit_codes(lambda: [print('line') for _ in range(100_000)])"
     with subprocess.Popen(
         [sys.executable, "-c", lines], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

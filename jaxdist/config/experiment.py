@@ -8,6 +8,7 @@ import re
 import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,7 @@ from jaxdist.config.fitting import multiple
 from jaxdist.config.model import Model
 from jaxdist.config.optimizer import OPTIMIZERS, Optimizer
 from jaxdist.config.parallel import Parallel
-from jaxdist.config.plugins import Plugins, load_plugins, used
+from jaxdist.config.plugins import Plugins, load_plugins, running, used
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
 from jaxdist.config.registry import FAMILIES, default_family
@@ -208,7 +209,8 @@ class Experiment(Section):
 
     def check_mesh(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh does not divide what it must."""
-        self.model.check_mesh(self, axes)
+        with running(FAMILIES, self.model.family, "config"):
+            self.model.check_mesh(self, axes)
 
     def on_data(self, fingerprint: str) -> "Experiment":
         """This experiment, bound to the data that it was begun with."""
@@ -233,10 +235,22 @@ class Experiment(Section):
                 f"{source}: {reprlib.repr(values)} is not a table of settings; give the sections of a config"
             )
         try:
-            return cls.model_validate(values, context=pinned).naming_plugins()
+            with _guarded(values.get("model")):
+                found = cls.model_validate(values, context=pinned)
+                hash(found), found.model.describe()  # as commands do later
+            return found.naming_plugins()
         except pydantic.ValidationError as error:
             lines = [_explain(problem, values) for problem in error.errors()]
             raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def _guarded(model: Any) -> AbstractContextManager[None]:
+    """Context manager for the checks of a model section. Raises ConfigError for other errors than ValueErrors of the
+    code of a plugin's family."""
+    family = model.get("family") if isinstance(model, Mapping) else None
+    if not (isinstance(family, str) and family in FAMILIES):
+        return nullcontext()
+    return running(FAMILIES, family, "config", lambda error: isinstance(error, ValueError))
 
 
 def read_toml(path: Path, source: str = "--config") -> dict[str, Any]:

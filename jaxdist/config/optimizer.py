@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.names import OneOf
+from jaxdist.config.plugins import running
 from jaxdist.config.registry import BUILT_IN, Reference, Registry, registrant
 from jaxdist.config.section import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
 
@@ -75,8 +76,16 @@ class UpdateRule:
         if not (isinstance(self.states, Mapping) and all(map(callable, self.states.values()))):
             raise ConfigError(
                 f"optimizer {self.name!r}: states = {reprlib.repr(self.states)}; give a mapping of their names to the "
-                "parameters that have them, as {'exp_avg': jaxdist.config.optimizer.ALL}"
+                "parameters that have them, as {'exp_avg': jaxdist.config.ALL}"
             )
+        for state, applies_to in self.states.items():
+            try:
+                applies_to(ParamRole(matrix=True, block=True))
+            except Exception as error:
+                raise ConfigError(
+                    f"optimizer {self.name!r}: states[{state!r}] fails for a ParamRole, {type(error).__name__}: "
+                    f"{error}; give a function of one, as jaxdist.config.ALL"
+                ) from None
 
 
 MOMENTS: dict[str, AppliesTo] = {"exp_avg": ALL, "exp_avg_sq": ALL}
@@ -157,7 +166,9 @@ class Optimizer(Section):
     def states(self) -> dict[str, AppliesTo]:
         """State, under torch's names, and the parameters that have it."""
         row = OPTIMIZERS[self.name]
-        return ({} if row.stateless(self) else {**row.states}) | ({EMA: ALL} if self.ema else {})
+        with running(OPTIMIZERS, self.name, "stateless"):
+            stateless = row.stateless(self)
+        return ({} if stateless else {**row.states}) | ({EMA: ALL} if self.ema else {})
 
     @property
     def kept(self) -> tuple[str, ...]:

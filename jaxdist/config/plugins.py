@@ -3,6 +3,8 @@
 Importing a plugin registers its rows, by `jaxdist.register_*` and, for torch's side, `torch_ref.register_*`.
 """
 
+import importlib
+import os
 import reprlib
 import sys
 import traceback
@@ -18,10 +20,11 @@ import pydantic
 
 from jaxdist.config import registry
 from jaxdist.config.errors import ConfigError, TrainingError
-from jaxdist.config.registry import SCRIPTS, Owner, Registry, in_package, resolve
+from jaxdist.config.registry import SCRIPTS, Owner, Registry, in_package, is_dotted, resolve
 from jaxdist.config.section import listed
 
 Found = TypeVar("Found")
+OURS = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("jaxdist", "torch_ref"))  # folders of our code
 SHOWN = 4  # lines of a plugin's code on the way to an error
 GROUP = "jaxdist.plugins"  # entry points of installed packages, loaded by every command
 
@@ -47,6 +50,8 @@ def _declared() -> dict[str, str]:
 
 
 def _load(package: str, named: str, otherwise: str) -> None:
+    if not is_dotted(package):
+        raise ConfigError(f"{named}: not the name of a package; give one as Python's import does, as my_package")
     registry.loading.append(Owner(package))
     try:
         import_module(package)
@@ -59,7 +64,9 @@ def _load(package: str, named: str, otherwise: str) -> None:
         ) from None
     except ConfigError as error:
         raise ConfigError(f"{named}: {error}") from None
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise _failed(error, named, "its import fails", otherwise) from None
     finally:
         registry.loading.pop()
@@ -69,15 +76,28 @@ def _load(package: str, named: str, otherwise: str) -> None:
 def _failed(error: BaseException, named: str, fails: str, otherwise: str, owner: str = "") -> ConfigError:
     """The error of an import or a call that failed, with the line that raised it: where there are lines of the plugin
     `owner`, the last of those."""
-    passed = ("<frozen", __file__)  # what imports and calls it
+    passed = ("<frozen", __file__, importlib.__file__)  # what imports and calls it
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(passed)]
-    frames = [frame for frame in frames if _of_plugin(frame.filename, owner)][-SHOWN:] or frames[-1:]
-    places, message = [(frame.filename, frame.lineno) for frame in frames], " ".join(str(error).split())
+    own = [frame for frame in frames if _of_plugin(frame.filename, owner)]
+    others = [frame for frame in frames if not frame.filename.startswith(OURS)]
+    shown = own[-SHOWN:] or others[-1:] or frames[-1:]
+    places, message = [(frame.filename, frame.lineno) for frame in shown], " ".join(str(error).split())
     if isinstance(error, SyntaxError):
-        places, message = [(error.filename or "?", error.lineno)], error.msg
+        places, message = [(error.filename, error.lineno)] if error.filename else places, error.msg
     lines = ", then ".join(f"{file}, line {line}" for file, line in places)
     where = f" ({lines})" if lines else ""
-    return ConfigError(f"{named}: {fails}, {type(error).__name__}: {message}{where}; correct it, or {otherwise}")
+    said = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return ConfigError(f"{named}: {fails}, {said}{where}; correct it, or {otherwise}")
+
+
+def failure(error: BaseException) -> ConfigError | None:
+    """The ConfigError of an error of a plugin's code, or of what that code called; None where none of it is on the way
+    to the error."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    owner = next((name for file in reversed(files) for name in registry.loaded if _of_plugin(file, name)), None)
+    if owner is None:
+        return None
+    return _failed(error, f"plugin {owner!r}", "its code fails", "use none of its rows", owner)
 
 
 def _of_plugin(file: str, owner: str) -> bool:
@@ -111,7 +131,7 @@ def optional(rows: Registry[Any], name: str, field: str, kind: type = object) ->
         found = resolve(getattr(rows[name], field))
     except ConfigError as error:
         raise ConfigError(f"{named(rows, name)}: {field} = {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise unimportable(rows, name, field, error) from None
     return None if found is None else checked(found, kind, f"{named(rows, name)}: {field} =")
 
@@ -151,7 +171,7 @@ def read_each(rows: Iterable[str], read: Callable[[str], Found]) -> tuple[dict[s
 
 @contextmanager
 def running(
-    rows: Registry[Any], name: str, field: str, passes: Callable[[Exception], bool] = lambda _: False
+    rows: Registry[Any], name: str, field: str, passes: Callable[[BaseException], bool] = lambda _: False
 ) -> Iterator[None]:
     """Context manager for calls into the code of a row's `field`.
 
@@ -162,13 +182,13 @@ def running(
         yield
     except (ConfigError, TrainingError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if rows.built_in(name) or passes(error):
             raise
         raise _failed(error, named(rows, name), f"its {field} fails", "use another", rows.owner(name)) from None
 
 
-def unimportable(rows: Registry[Any], name: str, field: str, error: Exception) -> ConfigError:
+def unimportable(rows: Registry[Any], name: str, field: str, error: BaseException) -> ConfigError:
     """The error where the module that a row's `field` refers to cannot be imported."""
     reference = f"{named(rows, name)}: {field} = {getattr(rows[name], field)!r}"
     return _failed(error, reference, "its import fails", "use another")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from jaxdist.command_line.arguments import load, load_before_fields, parse
 from jaxdist.command_line.plugins import load_named, plugins_at
-from jaxdist.config import ConfigError, Experiment, plugins, registry
+from jaxdist.config import ConfigError, Experiment, exit_codes, plugins, registry
 from jaxdist.config.registry import FAMILIES, Registry
 from jaxdist.config.strategies import STRATEGIES, Strategy
 from jaxdist.plan import arguments as plan_arguments
@@ -155,12 +156,62 @@ def test_entry_points_are_loaded_by_every_command(
         ),
         ("def broken(:", "its import fails, SyntaxError: .*__init__.py, line 1\\)"),
         ("raise SystemExit('over')", "its import fails, SystemExit: over"),
+        ("raise GeneratorExit", "its import fails, GeneratorExit \\("),
+        ("import jaxdist\njaxdist.register_x", "its import fails, AttributeError: .* \\(\\S*__init__.py, line 2\\)"),
     ],
 )
 def test_an_import_that_fails_is_reported_by_its_own_message(package: Package, source: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^plugin 'failing_plugin': {message}.*; correct it, or leave it out of"):
         load_named([package("failing_plugin", source)])
     assert tuple(registry.loaded) == ()
+
+
+@pytest.mark.parametrize("name", ["../x", ".", "a/b", ".a", "a..b", "1"])
+def test_a_plugin_that_is_no_name_of_a_package(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^plugin {re.escape(repr(name))}: not the name of a package; give one as"):
+        load_named([name])
+
+
+def test_any_error_of_a_plugins_code_ends_a_command_with_one_message(
+    package: Package, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = package("late_plugin", "def late():\n    return 1 / 0\n")
+    load_named([name])
+    with pytest.raises(SystemExit) as ended:
+        exit_codes(lambda: importlib.import_module(name).late())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith(
+        "error: plugin 'late_plugin': its code fails, ZeroDivisionError: division by zero ("
+    )
+
+    def own() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):  # our own mistakes keep their traceback
+        exit_codes(own)
+
+
+SECTIONS = {
+    "its config fails, AttributeError: 'Experiment' object has no": "    def check(self, e): return e.nothing",
+    "its config fails, ZeroDivisionError: division by zero": "    def check_mesh(self, e, axes): 1 / 0",
+    "its config fails, TypeError: 'int' object is not iterable": "    def mesh_sizes(self, parallel): return 3",
+    "its config fails, KeyError: 'no words'": "    def describe(self): raise KeyError('no words')",
+    "its config fails, TypeError: unhashable type: 'list'": "    sizes: list = []",
+}
+
+
+@pytest.mark.usefixtures("families")
+@pytest.mark.parametrize("message", SECTIONS)
+def test_errors_of_a_model_section_name_its_row(message: str, package: Package) -> None:
+    source = (
+        "from typing import Literal\nimport jaxdist\nfrom jaxdist.config import Decoder\nclass Own(Decoder):\n"
+        f"    family: Literal['own'] = 'own'\n{SECTIONS[message]}\n"
+        "jaxdist.register_family(jaxdist.Family('own', Own, 'a:b'))\n"
+    )
+    load_named([package("own_plugin", source)])
+    with pytest.raises(ConfigError, match=f"^the family 'own' of plugin 'own_plugin': {message}"):
+        found = Experiment.parse({"model": {"family": "own"}}, "test")
+        found.check_mesh(found.parallel.axes())
 
 
 def test_a_missing_plugin(package: Package) -> None:
@@ -221,7 +272,7 @@ def test_an_import_that_is_tried_again_registers_its_rows_again(
     plugins.load_plugins([name])
     assert strategies.owner("odd") == name
     Path(sys.path[0], package("twice"), "__init__.py").write_text(2 * REGISTERS.replace("odd", "even"))
-    with pytest.raises(ConfigError, match="plugin 'twice': twice registers the strategy 'even', a name that twice has"):
+    with pytest.raises(ConfigError, match="twice registers the strategy 'even' twice; register it once"):
         plugins.load_plugins(["twice"])
 
 

@@ -8,10 +8,10 @@ import re
 import reprlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
-from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar, get_args
+from types import FrameType, UnionType
+from typing import Any, Generic, Protocol, TypeVar, Union, get_args, get_origin
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.model import Model
@@ -45,6 +45,32 @@ def in_package(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
+def is_dotted(name: str) -> bool:
+    """Whether a text may be the name of a package or module: identifiers with dots between."""
+    return all(map(str.isidentifier, name.split(".")))
+
+
+def check_types(given: str, row: Any) -> None:
+    """Raises ConfigError for a field of a dataclass whose value is not of its annotated type; `given` says whose."""
+    for declared in fields(row):
+        if not _is_of(value := getattr(row, declared.name), declared.type):
+            wanted = declared.type.__name__ if isinstance(declared.type, type) else str(declared.type)
+            wanted = re.sub(r"\b(typing|collections\.abc)\.", "", wanted)
+            raise ConfigError(f"{given} {declared.name} = {reprlib.repr(value)}; give a value of the type {wanted}")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotated type, as far as its outermost containers and their texts tell."""
+    if kind is Any:
+        return True
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, part) for part in inner)
+    if origin is None or not isinstance(value, origin):
+        return isinstance(value, origin or kind)
+    return inner[:1] != (str,) or all(isinstance(part, str) for part in value)
+
+
 BUILT_IN = Owner("jaxdist")
 SCRIPTS = ("__main__", "__mp_main__")  # the program's own script, which nothing imports by name
 loading: list[Owner] = []  # plugins that are being imported
@@ -76,8 +102,12 @@ class Registry(Mapping[str, Row], Generic[Row]):
             )
         if not isinstance(row.name, str) or not row.name:
             raise ConfigError(f"{owner.name} registers a {self.kind} with name = {row.name!r}; give it a text as name")
+        if owner is not BUILT_IN:
+            check_types(f"{owner.name} registers the {self.kind} {row.name!r} with", row)
         before = self._owners.get(name := row.name)
-        if before and (before is owner or not before.same_package(owner)):
+        if before is owner:
+            raise ConfigError(f"{owner.name} registers the {self.kind} {name!r} twice; register it once")
+        if before and not before.same_package(owner):
             raise ConfigError(
                 f"{owner.name} registers the {self.kind} {name!r}, a name that {before.name} has taken; give it "
                 "another name"
@@ -138,6 +168,8 @@ def resolve(reference: Reference) -> Any:
         return reference
     module, _, name = reference.partition(":")
     try:
+        if not is_dotted(module):
+            raise ImportError(f"{module!r} is not the name of a module")
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(

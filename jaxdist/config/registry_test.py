@@ -1,3 +1,4 @@
+import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -12,6 +13,7 @@ from jaxdist.config.optimizer import UpdateRule
 from jaxdist.config.plugins import function, named, optional
 from jaxdist.config.registry import BUILT_IN, FAMILIES, Owner, Registry, default_family, described_families, resolve
 from jaxdist.config.section import Count
+from jaxdist.config.strategies import Strategy
 from jaxdist.families.gpt2.config import GPT2
 from jaxdist.families.llama.config import Llama
 
@@ -102,7 +104,9 @@ def test_a_row_replaces_that_of_an_earlier_import_of_the_same_package() -> None:
     rows: Registry[DataSource] = Registry("row", DataSource)
     first = Owner("mine.rows")
     rows.register(DataSource("a"), first)
-    for owner in (first, Owner("mine2"), Owner("mine.other")):
+    with pytest.raises(ConfigError, match=r"mine.rows registers the row 'a' twice; register it once"):
+        rows.register(DataSource("a"), first)
+    for owner in (Owner("mine2"), Owner("mine.other")):
         with pytest.raises(ConfigError, match=f"{owner.name} registers the row 'a', a name that mine.rows has taken"):
             rows.register(DataSource("a", files=True), owner)
     for owner in (Owner("mine.rows"), Owner("mine")):
@@ -120,7 +124,7 @@ def test_a_row_is_named_with_who_registered_it() -> None:
 
 def test_references() -> None:
     assert resolve("jaxdist.config:Decoder") is Decoder and resolve(Toy) is Toy
-    for wrong in ("nowhere:x", "jaxdist.config:Nothing", "jaxdist.config", ":x"):
+    for wrong in ("nowhere:x", "jaxdist.config:Nothing", "jaxdist.config", ":x", ".config:x"):
         with pytest.raises(ConfigError, match=f"^{wrong!r}: .*; refer to an object that can be imported"):
             resolve(wrong)
 
@@ -193,3 +197,31 @@ def test_other_objects_than_rows_are_refused() -> None:
     for states in (["m"], {"m": "all"}):
         with pytest.raises(ConfigError, match=r"^optimizer 'a': states = .*'m'.*; give a mapping of their names"):
             UpdateRule("a", cast(Any, states))
+    with pytest.raises(ConfigError, match=r"^optimizer 'a': states\['m'\] fails for a ParamRole, TypeError"):
+        UpdateRule("a", {"m": cast(Any, lambda: True)})
+
+
+WRONG: Any = {
+    "files = 'no'; give a value of the type bool": lambda: DataSource("a", files=cast(Any, "no")),
+    "parameters = None; give a value of the type bool": lambda: Strategy("a", *cast(Any, (None, None, None))),
+    "squares = 'm'; give a value of the type tuple[str, ...]": lambda: UpdateRule("a", {}, squares=cast(Any, "m")),
+    "squares = (1,); give a value of the type tuple[str, ...]": lambda: UpdateRule("a", {}, squares=cast(Any, (1,))),
+    "elementwise = ''; give a value of the type bool | None": lambda: UpdateRule("a", {}, elementwise=cast(Any, "")),
+    "stateless = 3; give a value of the type Callable": lambda: UpdateRule("a", {}, stateless=cast(Any, 3)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_fields_of_other_types_are_refused(message: str) -> None:
+    row = WRONG[message]()
+    rows: Registry[Any] = Registry("row", type(row))
+    with pytest.raises(ConfigError, match=f"^one registers the row 'a' with {re.escape(message)}"):
+        rows.register(row, Owner("one"))
+
+
+def test_fields_of_their_types_are_accepted() -> None:
+    good = UpdateRule("a", {}, lambda *a: a, squares=("m",), elementwise=True), Strategy("a", True, True, True)
+    for row in (*good, DataSource("a", "b:c", files=True), Family("toy", Toy, "nowhere:Toy", {"a": 1})):
+        rows: Registry[Any] = Registry("row", type(row))
+        rows.register(row, Owner("one"))
+        assert [*rows] == [row.name]

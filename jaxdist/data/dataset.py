@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxdist.config import ConfigError, Data, Experiment, ImageModel, Model, Train
 from jaxdist.config.data import SOURCES
-from jaxdist.config.plugins import function
+from jaxdist.config.plugins import function, named, running
 from jaxdist.data.blocks import Earlier
 from jaxdist.data.images import Pictures, open_pictures
 from jaxdist.data.permutation import permute
@@ -43,7 +43,32 @@ def dataset_of(experiment: Experiment) -> "Dataset":
     data, model = experiment.data, experiment.model
     open_source = function(SOURCES, data.source, "open", "training", Dataset)
     with _readable(data):
-        return _as_begun(data, lambda fields: open_source(fields, model))
+        found = _as_begun(data, lambda fields: open_source(fields, model))
+    if not SOURCES.built_in(data.source):
+        with running(SOURCES, data.source, "batch"):
+            _check_first(experiment, found)
+    return found
+
+
+def _check_first(experiment: Experiment, dataset: "Dataset") -> None:
+    """Raises ConfigError where the first row of a plugin's data is not one of the model's."""
+    model, train = experiment.model, experiment.train
+    split = next((split for split in get_args(Split) if dataset.sequences(split)), None)
+    if split is None:
+        return
+    inputs, targets = map(np.asarray, dataset.batch(1, train.batch, train.seed, split=split, rows=slice(1)))
+    shape, tokens = (1, *model.input_shape(experiment.data.sequence)), model.input_kind == "tokens"
+    if inputs.shape != shape or targets.shape != (shape if tokens else shape[:1]):
+        problem = f"has inputs {[*inputs.shape]} and targets {[*targets.shape]}"
+    elif targets.dtype.kind not in "iu" or (tokens and inputs.dtype.kind not in "iu"):
+        problem = f"has inputs of {inputs.dtype} and targets of {targets.dtype}"
+    else:
+        numbers = np.concatenate([inputs.ravel() if tokens else [], targets[targets != IGNORED]])
+        if not ((numbers < 0) | (numbers >= model.vocab)).any():
+            return
+        problem = f"has numbers from {numbers.min():.0f} to {numbers.max():.0f}"
+    wanted = f"{[*shape]} with integer targets below model.vocab = {model.vocab}"
+    raise ConfigError(f"{named(SOURCES, experiment.data.source)}: its first row {problem}; give rows {wanted}")
 
 
 def open_files(data: Data, model: Model) -> "Dataset":

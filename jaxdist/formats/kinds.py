@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.config.plugins import named, unimportable
+from jaxdist.config.plugins import named, running, unimportable
 from jaxdist.config.registry import Reference, Registry, registrant, resolve
 from jaxdist.formats.tables import LAYERS, TORCH_REF, naming_for
 
@@ -41,12 +41,13 @@ class CheckpointKind:
     @property
     def format(self) -> Any:
         """The module that reads and writes it. Raises ConfigError if torch, or a plugin's module, is needed and
-        missing."""
+        missing; functions of a plugin's module raise ConfigErrors."""
         if not self.module:
             return resolve(WEIGHTS)(self)
         try:
-            return import_module(self.module)
-        except Exception as error:
+            module = import_module(self.module)
+            return module if KINDS.built_in(self.name) else _Guarded(self.name, module)
+        except (Exception, SystemExit) as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 raise ConfigError(f"{with_article(self.title)} needs torch; pip install 'jaxdist[torch]'") from None
             if KINDS.built_in(self.name):
@@ -62,11 +63,38 @@ class CheckpointKind:
 
     def check_writes(self) -> None:
         """Raises ConfigError where a plugin's module cannot write."""
-        if not KINDS.built_in(self.name) and not all(hasattr(self.format, name) for name in ("check", "write")):
+        if not KINDS.built_in(self.name) and not {"check", "write"} <= {*dir(self.format)}:
             raise ConfigError(
                 f"{named(KINDS, self.name)} has no check and write in its module, which --to needs; add them, or give "
                 "another --to"
             )
+
+
+class _Guarded:
+    """The functions of a plugin's module. They raise ConfigError where there is none of this name, for errors of their
+    code, and for `read_content`, `described` and `write` without a result."""
+
+    def __init__(self, kind: str, module: Any) -> None:
+        self._kind, self._module = kind, module
+
+    def __dir__(self) -> list[str]:
+        return dir(self._module)
+
+    def __getattr__(self, name: str) -> Any:
+        row = named(KINDS, self._kind)
+        if (found := getattr(self._module, name, None)) is None:
+            raise ConfigError(f"{row} has no {name} in its module {self._module.__name__}; add it")
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with running(KINDS, self._kind, name):
+                made = found(*arguments, **options)
+            if made is None and name in ("read_content", "described"):
+                raise ConfigError(f"{row}: {name} of its module returns None; return what it read")
+            if name == "write" and not arguments[0].exists():
+                raise ConfigError(f"{row}: write of its module wrote no file or folder; write it to its argument path")
+            return made
+
+        return call
 
 
 KINDS: Registry[CheckpointKind] = Registry("kind of checkpoint", CheckpointKind, "jaxdist.formats.sources")

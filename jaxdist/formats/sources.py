@@ -1,13 +1,14 @@
 """The kinds of sources of weights: how each is recognized, and how its weights are found, for both sides."""
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.config.bounded import read_json
-from jaxdist.config.plugins import function
+from jaxdist.config.plugins import checked, function, named, running
 from jaxdist.config.registry import BUILT_IN
 from jaxdist.formats import (
     adapters,
@@ -28,7 +29,7 @@ from jaxdist.formats.dcp_index import EXPERIMENT, INDEX
 from jaxdist.formats.folders import CONFIG, is_bin_folder, is_deepspeed, is_hf, is_trainer_folder
 from jaxdist.formats.hf import experiment_for, read_model
 from jaxdist.formats.kinds import KINDS, CheckpointKind
-from jaxdist.formats.leaves import Leaves, Reader
+from jaxdist.formats.leaves import Leaf, Leaves, Reader
 from jaxdist.formats.own_files import files_of
 from jaxdist.formats.refusals import incomplete, is_torch_zip, mapped, refusal, several
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS, TORCH_REF
@@ -134,8 +135,39 @@ def located(path: Path, verify: Looked = "checksums") -> Path:
 def found(path: Path, reader: Reader) -> Found:
     """The weights at `path`, none of them read yet; of a run's checkpoints those of the newest complete one as far as
     small files show. Raises ConfigError as `kind_of`, and for a damaged source."""
-    located: Found = function(KINDS, kind_of(path), "find", "reading it", Found)(path, reader)
-    return located
+    return found_as(kind_of(path), path, reader)
+
+
+def found_as(kind: str, path: Path, reader: Reader) -> Found:
+    """The weights at `path`, a checkpoint of a kind. Raises ConfigError as `find` of that kind; for a plugin's also
+    where it finds other things, and while its tensors are read."""
+    found: Found = function(KINDS, kind, "find", "reading it", Found)(path, reader)
+    if KINDS.built_in(kind):
+        return found
+    given = f"{named(KINDS, kind)}: find returns a Found with"
+    leaves = {
+        str(name): checked(leaf, Leaf, f"{given} leaves[{name!r}] =")
+        for name, leaf in checked(found.leaves, Mapping, f"{given} leaves =").items()
+    }
+    if found.experiment is not None:
+        checked(found.experiment, Experiment, f"{given} experiment =")
+    return replace(found, leaves={name: replace(leaf, read=_guarded(kind, leaf)) for name, leaf in leaves.items()})
+
+
+def _guarded(kind: str, leaf: Leaf) -> Callable[[], Any]:
+    """The `read` of a plugin's tensor. It raises ConfigError for errors of its code, and for another shape or dtype."""
+
+    def read() -> Any:
+        with running(KINDS, kind, "find"):
+            array = leaf.read()
+        if (getattr(array, "shape", None), getattr(array, "dtype", None)) != (leaf.shape, leaf.dtype):
+            raise ConfigError(
+                f"{named(KINDS, kind)}: a tensor that find declares as {leaf.dtype}{[*leaf.shape]} is read as "
+                f"{reprlib.repr(array)}; give its Leaf the shape and dtype of the file"
+            )
+        return array
+
+    return read
 
 
 def _in_folder(folder: Path) -> Experiment | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config import Checkpoint
-from jaxdist.config.errors import Interrupted, exit_codes
+from jaxdist.config.errors import Interrupted
+from jaxdist.config.exits import exit_codes
 from jaxdist.runs.checkpoints import seal
 from jaxdist.runs.signals import Action, Saving
 

@@ -6,6 +6,7 @@ every hyperparameter is passed, since the defaults differ; weight decay applies 
 """
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxdist.config import EMA, Optimizer
+from jaxdist.config import EMA, ConfigError, Optimizer
 from jaxdist.config.optimizer import COLUMNS, OPTIMIZERS, ROWS, AppliesTo
-from jaxdist.config.plugins import function
+from jaxdist.config.plugins import function, named
 from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.training.matrices import ShardedParam, orthogonal
 
@@ -158,9 +159,29 @@ Rule = Callable[[Optimizer, jax.Array, Arrays, UpdateStep, ShardedParam], tuple[
 
 
 def rule_of(o: Optimizer) -> Rule:
-    """The update rule of an optimizer. Raises ConfigError if a plugin's cannot be imported, and for errors that it
-    raises."""
-    return function(OPTIMIZERS, o.name, "rule", "training in JAX", tuple)
+    """The update rule of an optimizer. Raises ConfigError if a plugin's cannot be imported, for errors that it raises,
+    and if it returns other things than a `Rule`."""
+    found: Rule = function(OPTIMIZERS, o.name, "rule", "training in JAX", tuple)
+
+    def checked(o: Optimizer, g: jax.Array, before: Arrays, step: UpdateStep, param: ShardedParam) -> Any:
+        made: Any = found(o, g, before, step, param)
+        update, *state = map(_described, made)
+        if state != [wanted := _described(before)] or update.partition("[")[2] != _described(g).partition("[")[2]:
+            raise ConfigError(
+                f"{named(OPTIMIZERS, o.name)}: rule returns {', '.join([update, *state])} for the gradient "
+                f"{_described(g)} and the state {wanted}; return (update, state), an update of this shape and the same "
+                "arrays of state, as step.select(new, old) makes them"
+            )
+        return made
+
+    return found if OPTIMIZERS.built_in(o.name) else checked
+
+
+def _described(tree: Any) -> str:
+    """Names, dtypes and shapes of arrays in words."""
+    if isinstance(tree, Mapping):
+        return f"{{{', '.join(f'{name}: {_described(tree[name])}' for name in sorted(tree))}}}"
+    return f"{tree.dtype}{[*tree.shape]}" if isinstance(tree, jax.Array) else reprlib.repr(tree)
 
 
 class State(NamedTuple):

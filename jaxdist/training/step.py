@@ -16,7 +16,7 @@ from jaxdist.config.plugins import running
 from jaxdist.config.registry import FAMILIES
 from jaxdist.data import IGNORED, Batches
 from jaxdist.families.loss import chunked, cross_entropy, mask_padded_vocab
-from jaxdist.families.models import bind, config_of, masks_padding
+from jaxdist.families.models import bind, check_output, config_of, masks_padding
 from jaxdist.ops.varying import at_least_f32, mark_varying, varying_axes
 from jaxdist.parallel.collectives import Parallel, Stages, all_gather_shard, one_stage, reduce_scatter_shard
 from jaxdist.parallel.pipeline import Schedule
@@ -124,7 +124,12 @@ class Step:
         parallel = replace(self.parallel, stages=stages)
         with running(FAMILIES, self.family, "model"):
             output = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **extra)
-        return ModelOutput(*output) if isinstance(output, tuple) else ModelOutput(output)
+            found = ModelOutput(*output) if isinstance(output, tuple) else ModelOutput(output)
+        if config := config_of(self.model):
+            rows = inputs.shape if config.input_kind == "tokens" else inputs.shape[:1]
+            logits = (*rows, config.vocab_rows // lax.axis_size("tensor"))
+            check_output(self.family, found.output, () if "targets_SN" in extra else logits)
+        return found
 
     def unsharded_params(self, parameters: Arrays) -> Arrays:
         """Parameters as microbatches read them: all-gathered here if the strategy gathers once per step."""

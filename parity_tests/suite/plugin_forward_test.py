@@ -114,6 +114,29 @@ def test_training_in_jax(wrong: str, package: Callable[..., None], tmp_path: Pat
         train.main([*TRAIN, *data(tmp_path)])
 
 
+OUTPUTS = {  # statements in JAX and in torch -> what the message says
+    "nothing": ("return", "return", "None( without a gradient)?"),
+    "fewer columns": ("return y[..., :7]", "return y[..., :7] * 1", r"(torch\.)?float32\[2, 8, 7\]"),
+    "integers": ("return y.astype(int)", "return y.int()", r"(int|torch\.int)32\[2, 8, 256\]( without a gradient)?"),
+    "constants": ("return y.sum()", "return y.detach()", r"(torch\.)?float32\[(2, 8, 256)?\]( without a gradient)?"),
+}
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["jax", "torch"])
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_other_outputs_than_logits(
+    side: int, output: str, package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statements, said = OUTPUTS[output][:2], OUTPUTS[output][2]
+    package(*(statement if i == side else "pass" for i, statement in enumerate(statements)))
+    one_rank(monkeypatch)
+    with pytest.raises(
+        ConfigError,
+        match=rf"'broken' of plugin 'broken_plugin': model returns {said}; return floating numbers \[2, 8, 256\]",
+    ):
+        (torch_train if side else train).main([*TRAIN, *data(tmp_path)])
+
+
 def test_a_compiled_plan(package: Callable[..., None], tmp_path: Path) -> None:
     package(jax="self.nothing")
     with pytest.raises(ConfigError, match=SAYS.format(error="AttributeError", file="jax_model")):

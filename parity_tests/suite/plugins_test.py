@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from parity_tests.conftest import run
 from parity_tests.runs import compare
 from parity_tests.runs.run import Run, command
 from torch_ref import train as torch_train
+from torch_ref.families import models
 from torch_ref.families import registry as torch_families
 from torch_ref.training import registry as torch_registry
 
@@ -198,7 +200,7 @@ Package = Callable[[str], str]
 TRAIN = ["--device", "cpu", "--mesh", "1x1", "--steps", "1", "--plugins", "bad_plugin"]
 ROW = """
 import jaxdist, torch_ref
-from jaxdist.config.optimizer import ALL
+from jaxdist.config import ALL
 from jaxdist.families.llama.config import Llama
 """
 TAKEN = {
@@ -214,6 +216,25 @@ BARE = (
     "from typing import Literal\nfrom jaxdist.families.llama.config import Llama\n"
     "class Bare(Llama):\n    family: Literal['bare'] = 'bare'\n"
 )
+WRITTEN = """
+jaxdist.register_checkpoint_kind(
+    jaxdist.CheckpointKind("bare", "file", lambda path: False, naming="huggingface", module="bad_plugin")
+)
+"""
+SEQUENCES = """
+import numpy as np
+from jaxdist.data import Sequences, Stream
+def sequences(data, model, kind=Sequences):
+    return kind(data, Stream([np.full(999, 300, np.int32)], np.array([0, 999])))
+"""
+
+
+def build_in_torch(families: list[str]) -> None:
+    plugins.load_plugins(["bad_plugin"])
+    for family in families:
+        models.build(registry.FAMILIES[family].config.model_validate({"family": family}))
+
+
 LACKING: dict[str, tuple[str, Callable[[list[str]], None], list[str]]] = {
     "the optimizer 'bare' of plugin 'bad_plugin' has no rule, which training in JAX needs": (
         "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}))",
@@ -270,6 +291,63 @@ LACKING: dict[str, tuple[str, Callable[[list[str]], None], list[str]]] = {
         "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}, lambda o, g: g))",
         train.main, [*TRAIN, "--optimizer.name", "bare"],
     ),
+    r"the optimizer 'bare' of plugin 'bad_plugin': rule returns float32\[2, 6, 4\], {} for the gradient ": (
+        "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}, lambda o, g, state, step, p: (g, {})))",
+        train.main, [*TRAIN, "--optimizer.name", "bare"],
+    ),
+    "the optimizer 'bare' of plugin 'bad_plugin': its traffic fails, TypeError: 'int' object is not callable": (
+        "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}, lambda o, g, s, *a: (g, s), traffic=3))",
+        train.main, [*TRAIN, "--optimizer.name", "bare"],
+    ),
+    "the data source 'bare' of plugin 'bad_plugin': its first row has numbers from 300 to 300; give rows": (
+        f"{SEQUENCES}jaxdist.register_data_source(jaxdist.DataSource('bare', sequences))",
+        torch_train.main, [*TRAIN, "--data.source", "bare"],
+    ),
+    "the data source 'bare' of plugin 'bad_plugin': its batch fails, RuntimeError: no network": (
+        f"{SEQUENCES}class Broken(Sequences):\n    def batch(self, *a, **k): raise RuntimeError('no network')\n"
+        "jaxdist.register_data_source(jaxdist.DataSource('bare', lambda d, m: sequences(d, m, Broken)))",
+        train.main, [*TRAIN, "--data.source", "bare"],
+    ),
+    "the family 'bare' of plugin 'bad_plugin': its accounting fails, ZeroDivisionError: division by zero": (
+        f"{BARE}from jaxdist.accounting.forms import Accounting\n"
+        "row = jaxdist.Family('bare', Bare, 'jaxdist.families.llama.model:Llama', accounting=Accounting("
+        "lambda *a: 1 / 0))\njaxdist.register_family(row)",
+        train.main, [*TRAIN, "--model.family", "bare"],
+    ),
+    "the family 'bare' of plugin 'bad_plugin': its model has no config; keep the model section as self.config": (
+        f"{BARE}from flax import nnx\njaxdist.register_family(jaxdist.Family('bare', Bare, lambda c: nnx.Module()))",
+        train.main, [*TRAIN, "--model.family", "bare"],
+    ),
+    r"the family 'bare' of plugin 'bad_plugin': its parameter w \[3\] has the axes None; declare it with one": (
+        f"{BARE}from flax import nnx\nimport numpy as np\nclass M(nnx.Module):\n    def __init__(self, c):\n"
+        "        self.config, self.w = c, nnx.Param(np.ones(3))\n"
+        "jaxdist.register_family(jaxdist.Family('bare', Bare, M))",
+        plan, ["--mesh", "1x1", "--plugins", "bad_plugin", "--model.family", "bare"],
+    ),
+    "the family of torch_ref 'bare' of plugin 'bad_plugin': its model has no config; keep the model section as self": (
+        f"{BARE}from torch import nn\njaxdist.register_family(jaxdist.Family('bare', Bare, 'a:b'))\n"
+        "torch_ref.register_family(torch_ref.Family('bare', lambda c: nn.Linear(2, 2)))",
+        build_in_torch, ["bare"],
+    ),
+    "the kind of checkpoint 'bare' of plugin 'bad_plugin' has no described in its module bad_plugin; add it": (
+        "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', lambda path: path.suffix == '.bare', "
+        "module='bad_plugin'))",
+        convert, ["w.bare", "--inspect", "--plugins", "bad_plugin"],
+    ),
+    r"the kind of checkpoint 'bare' of plugin 'bad_plugin': find returns a Found with leaves\['w'\] = 3; give": (
+        "from jaxdist.formats.sources import Found\n"
+        "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', lambda path: path.suffix == '.bare', "
+        "lambda path, reader: Found(path, {'w': 3})))",
+        convert, ["w.bare", "--inspect", "--plugins", "bad_plugin"],
+    ),
+    "the kind of checkpoint 'bare' of plugin 'bad_plugin': its write fails, OSError: no tape": (
+        f"{WRITTEN}def check(c): pass\ndef write(path, c):\n    path.touch()\n    raise OSError('no tape')",
+        convert, ["SOURCE", "left.file", "--to", "bare", "--plugins", "bad_plugin"],
+    ),
+    "the kind of checkpoint 'bare' of plugin 'bad_plugin': write of its module wrote no file or folder; write it to": (
+        f"{WRITTEN}def check(c): pass\ndef write(path, c): pass",
+        convert, ["SOURCE", "left.file", "--to", "bare", "--plugins", "bad_plugin"],
+    ),
     "--to: the kind of checkpoint 'bare' of plugin 'bad_plugin' has no naming, which writing it needs; register it": (
         "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', bool, bool))",
         convert, ["SOURCE", "bare.file", "--to", "bare", "--plugins", "bad_plugin"],
@@ -319,16 +397,32 @@ def test_a_piece_that_a_command_lacks(message: str, bad: Package, folder: Path, 
     given = [str(folder / "hf") if argument == "SOURCE" else argument for argument in arguments]
     with registered(), pytest.raises(ConfigError, match=message):
         main(given)
+    assert not [*tmp_path.glob("*left.file*")] and not (tmp_path / "proof").exists()
+
+
+def readme_code() -> list[str]:
+    """Python of the README's section on plugins."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", readme.partition("## Plugins")[2].partition("\n## ")[0], re.DOTALL)
 
 
 def test_the_readmes_rows_are_registered() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    code = re.findall(r"```python\n(.*?)```", readme.partition("## Plugins")[2].partition("\n## ")[0], re.DOTALL)
     with registered():
-        exec("\n".join(code), {"__name__": "my_package"})
+        exec("\n".join(readme_code()), {"__name__": "my_package"})
         owned = [{name for name in table if table.owner(name) == "my_package"} for table in TABLES]
         assert registry.FAMILIES["mine"].config.model_fields["rotated"].default == 4
     assert owned == [{"mine"}] * len(TABLES)
+
+
+@pytest.mark.long
+def test_the_readmes_rows_import_neither_jax_nor_torch(tmp_path: Path) -> None:
+    """Nor does the toy's package, which a process imports in which neither can be."""
+    (tmp_path / "rows.py").write_text("\n".join(readme_code()), encoding="utf-8")
+    blocked = "import sys\nsys.modules |= dict.fromkeys(('jax', 'torch', 'flax', 'orbax'))\n"
+    path = os.pathsep.join(map(str, (tmp_path, TOY, TOY.parents[2])))
+    for packages, code in (("rows, toy_plugin", 0), ("jax", 1), ("torch", 1)):
+        line = [sys.executable, "-c", f"{blocked}import {packages}"]
+        assert subprocess.run(line, env={"PYTHONPATH": path}, stderr=subprocess.DEVNULL).returncode == code
 
 
 def test_an_impossible_strategy() -> None:

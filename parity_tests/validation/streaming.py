@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxdist.config.errors import exit_codes
+from jaxdist.config import exit_codes
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.kinds.safetensors_writer import lay_out

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from jaxdist.config import Experiment, Model
-from jaxdist.config.plugins import optional
+from jaxdist.config.plugins import optional, running
 from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.weights import named
 
@@ -38,8 +38,10 @@ def accounting_of(model: Model) -> Accounting:
 
 def flops_per_token(experiment: Experiment, model: nn.Module) -> float | None:
     """Multiply-adds × 2 of a step, per token or image; None where unknown."""
-    form = accounting_of(experiment.model).flops
-    return form(experiment, model) if form else None
+    if (form := accounting_of(experiment.model).flops) is None:
+        return None
+    with running(FAMILIES, experiment.model.family, "accounting"):
+        return form(experiment, model)
 
 
 def flops_of_decoder(experiment: Experiment, model: nn.Module, applied: Mapping[str, float] = {}) -> float:

@@ -1,11 +1,13 @@
 """The modules of configs."""
 
 import re
+import reprlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from jaxdist.config import ConfigError, Model
 from jaxdist.config.plugins import function, named, piece, running, twin
@@ -18,7 +20,27 @@ def build(model: Model) -> nn.Module:
     """The module of a config, on torch's current default device; `torch_ref.parallel.weights` gives it its values."""
     module_of(model)
     module: nn.Module = function(FAMILIES, model.family, "model", "training in torch", nn.Module)(model)
+    if not FAMILIES.built_in(model.family) and config_of(module) is None:
+        raise ConfigError(
+            f"{named(FAMILIES, model.family)}: its model has no config; keep the model section as self.config"
+        )
     return module
+
+
+def check_output(family: str, output: Any, shape: tuple[int, ...]) -> None:
+    """Raises ConfigError where the model of a plugin's family returns other things than floating numbers of a shape,
+    with a gradient where one is needed."""
+    if family not in FAMILIES or FAMILIES.built_in(family):
+        return
+    tensor, differentiable = isinstance(output, Tensor), getattr(output, "requires_grad", False)
+    if tensor and output.shape == shape and output.is_floating_point() and differentiable >= torch.is_grad_enabled():
+        return
+    found = f"{output.dtype}{[*output.shape]}" if tensor else reprlib.repr(output)
+    detached = "" if differentiable else " without a gradient"
+    raise ConfigError(
+        f"{named(FAMILIES, family)}: model returns {found}{detached}; return floating numbers {[*shape]} that depend "
+        "on the parameters"
+    )
 
 
 def declared(model: Model) -> nn.Module:
@@ -59,7 +81,7 @@ def computing(model: nn.Module) -> AbstractContextManager[None]:
     return running(FAMILIES, family, "model", _is_machine_error) if family in FAMILIES else nullcontext()
 
 
-def _is_machine_error(error: Exception) -> bool:
+def _is_machine_error(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or is_collective_error(error)
 
 

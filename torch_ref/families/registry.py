@@ -4,6 +4,7 @@ Twin: jaxdist/config/registry.py.
 """
 
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -57,6 +58,11 @@ class Family:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a style that there is not."""
+        if not isinstance(self.tensor, Mapping):
+            raise ConfigError(
+                f"family {self.name!r} of torch_ref: tensor = {reprlib.repr(self.tensor)}; give a mapping of names of "
+                "modules to styles, as {'layers.*.mix.in_proj': 'column'}"
+            )
         if unknown := [(module, style) for module, style in self.tensor.items() if style not in ("", *STYLES)]:
             module, style = unknown[0]
             raise ConfigError(

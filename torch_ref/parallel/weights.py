@@ -22,7 +22,8 @@ def draw(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
     N(0, 2/(Y·X·outputs)) (arXiv:1502.01852); norms are 1, biases 0. Every policy starts from the same float32 numbers,
     fp64 too.
     """
-    layer, kind = name.split(".")[-2:]
+    outer, _, kind = name.rpartition(".")
+    layer = outer.rpartition(".")[-1]
     if kind in ("bias", "running_mean", "num_batches_tracked"):
         return torch.zeros(shape)
     if "norm" in layer:

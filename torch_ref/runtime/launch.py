@@ -216,7 +216,7 @@ def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
         sys.exit(1)
 
 
-def is_collective_error(error: Exception) -> bool:
+def is_collective_error(error: BaseException) -> bool:
     """Whether a collective raised an error, or torch's store."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from jaxdist.config import Model
 from jaxdist.data import IGNORED
 from torch_ref.families.loss import chunked, cross_entropy, mask_padded_vocab
-from torch_ref.families.models import computing, config_of, masks_padding
+from torch_ref.families.models import check_output, computing, config_of, masks_padding
 from torch_ref.parallel.images import statistics_from_first_replica
 from torch_ref.parallel.mesh import TOKENS, over
 from torch_ref.parallel.pipeline import Pipeline, parts_of
@@ -114,12 +114,18 @@ def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | 
         extra["valid_BT"] = rows.targets != IGNORED
     with computing(first):
         output = model(rows.inputs, **extra)
-    output, added = output if isinstance(output, tuple) else (output, 0)
-    return output if chunks > 1 else nats(output, rows.targets, config_of(first)), added
+        output, added = output if isinstance(output, tuple) else (output, 0)
+    config = config_of(first)
+    if chunks > 1 and config:
+        check_output(config.family, output, ())
+    return output if chunks > 1 else nats(output, rows.targets, config), added
 
 
 def nats(logits: Tensor, targets: Tensor, model: Model | None) -> Tensor:
-    """Sum of cross-entropy over this rank's valid tokens; padding of the vocabulary has no probability."""
+    """Sum of cross-entropy over this rank's valid tokens; padding of the vocabulary has no probability. Raises
+    ConfigError as `check_output`."""
+    if model:
+        check_output(model.family, logits, (*targets.shape, model.vocab_rows))
     return cross_entropy(mask_padded_vocab(logits, model), targets)
 
 

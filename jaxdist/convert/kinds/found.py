@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from jaxdist.config import Experiment
-from jaxdist.config.plugins import function
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
 from jaxdist.convert.kinds.reader import READER
-from jaxdist.formats.kinds import KINDS, CheckpointKind
+from jaxdist.formats.kinds import CheckpointKind
 from jaxdist.formats.naming import carried, recognized
-from jaxdist.formats.sources import Found
+from jaxdist.formats.sources import Found, found_as
 
 
 class Weights:
@@ -18,8 +17,7 @@ class Weights:
         self.kind = kind
 
     def _found(self, path: Path) -> Found:
-        found: Found = function(KINDS, self.kind.name, "find", "reading it", Found)(path, READER)
-        return found
+        return found_as(self.kind.name, path, READER)
 
     def described(self, path: Path) -> dict[str, Leaf]:
         """Every tensor, under the names of the source. Raises ConfigError."""

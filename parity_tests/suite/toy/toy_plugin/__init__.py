@@ -2,7 +2,7 @@
 
 import jaxdist
 import torch_ref
-from jaxdist.config.optimizer import ALL
+from jaxdist.config import ALL
 
 # RMSprop by the variance of the gradient.
 jaxdist.register_optimizer(
