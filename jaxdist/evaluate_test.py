@@ -64,10 +64,10 @@ def test_evaluation_of_a_run_in_chunks(
         main([*SHORT_RUN, *chunks, "--output", str(tmp_path / name)])
         return losses(tmp_path / name)
 
-    whole = losses(straight)
-    assert in_chunks("right") == pytest.approx(whole, rel=1e-6)
+    full = losses(straight)
+    assert in_chunks("right") == pytest.approx(full, rel=1e-6)
     monkeypatch.setattr(step, "chunked", lambda targets, chunks: chunked(targets, chunks).at[-1].set(IGNORED))
-    assert all(abs(a / b - 1) > 0.01 for a, b in zip(in_chunks("wrong"), whole, strict=True))
+    assert all(abs(a / b - 1) > 0.01 for a, b in zip(in_chunks("wrong"), full, strict=True))
 
 
 BAD_EVALUATION: dict[str, tuple[list[str], str]] = {

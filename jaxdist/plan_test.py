@@ -81,7 +81,7 @@ def test_the_suggested_change_fits(capsys: Capsys) -> None:
     assert "no single change makes it fit, see --recommend" in output
 
 
-WHOLE_BATCH = ["--train.accumulation", "1", "--train.batch", "24"]
+FULL_BATCH = ["--train.accumulation", "1", "--train.batch", "24"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ WHOLE_BATCH = ["--train.accumulation", "1", "--train.batch", "24"]
         ["--config", "llama-3.1-8b", "--mesh", "8x1", "--strategy", "ddp", "--train.batch", "16"],
         [
             *["--config", "llama-3.1-8b", "--mesh", "8x1", "--memory.remat", "selective", "--memory.remat_every", "2"],
-            *WHOLE_BATCH,
+            *FULL_BATCH,
         ],
     ],
     ids=" ".join,

@@ -100,9 +100,9 @@ def resume(folder: Path, then: str) -> str:
 
 def test_a_resumed_run_is_the_same_to_the_bit(train: Train, tmp_path: Path) -> None:
     mesh = "--mesh 2x1 --strategy zero2 --train.accumulation 2"
-    whole, resumed = train(mesh), continued(train, tmp_path, mesh, mesh)
-    assert np.array_equal(resumed.curves, whole.curves)
-    assert distance(resumed, whole) == (0, 0)
+    straight, resumed = train(mesh), continued(train, tmp_path, mesh, mesh)
+    assert np.array_equal(resumed.curves, straight.curves)
+    assert distance(resumed, straight) == (0, 0)
 
 
 def test_a_run_resumes_on_another_mesh_and_strategy(train: Train, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_run_folder_keeps_the_contract(train: Train) -> None:
     assert summary["validation_loss"] > 0
 
 
-VALIDATED_WHOLE = """
+VALIDATED_AT_ONCE = """
 import torch
 from torch_ref.training import step
 losses = step.losses
@@ -169,10 +169,10 @@ step.chunked = fewer
 def test_validation_goes_by_microbatches_and_chunks(train: Train) -> None:
     """Validation uses training's microbatches and chunks, so it takes no more memory; its loss equals that of the whole
     batch, also with a padded chunk."""
-    whole, chunks = train(ONE).summary["validation_loss"], f"{ONE} --train.accumulation 2 --memory.loss_chunks 7"
-    assert train(chunks, before=VALIDATED_WHOLE).summary["validation_loss"] == pytest.approx(whole, rel=1e-12)
+    at_once, chunks = train(ONE).summary["validation_loss"], f"{ONE} --train.accumulation 2 --memory.loss_chunks 7"
+    assert train(chunks, before=VALIDATED_AT_ONCE).summary["validation_loss"] == pytest.approx(at_once, rel=1e-12)
     wrong = train(chunks, before=WITHOUT_ITS_LAST_CHUNK).summary["validation_loss"]
-    assert abs(wrong / whole - 1) > 0.01
+    assert abs(wrong / at_once - 1) > 0.01
 
 
 @pytest.mark.slow

@@ -36,11 +36,11 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_a_plan_without_closed_forms_shows_the_state(forms: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters and optimizer state are known for any family; unknown memory, traffic and time are null, not an
     error."""
-    whole = planned(capsys, "--mesh", "2x4")
+    complete = planned(capsys, "--mesh", "2x4")
     forms(None)
     found = planned(capsys, "--mesh", "2x4")
-    assert found["unknown"] == ["footprint", "exchanges", "flops"] and "unknown" not in whole
-    same = {name: whole["memory"][name] for name in ("parameters", "optimizer_state", "host")}
+    assert found["unknown"] == ["footprint", "exchanges", "flops"] and "unknown" not in complete
+    same = {name: complete["memory"][name] for name in ("parameters", "optimizer_state", "host")}
     assert found["memory"] == same | {"peak": None}
     nothing = ("fits", "least_bytes", "flops_per_token", "time", "step_seconds", "tokens_per_second", "mfu")
     assert [found[name] for name in nothing] == [None] * len(nothing)

@@ -237,8 +237,8 @@ def test_a_gpu_fetches_the_state_to_update() -> None:
     """Sharded moments and, if they are offloaded too, full weights; nothing where the host's memory is the device's."""
     e = experiment(**{"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.offload": "optimizer,parameters"})
     form = footprint(e)
-    whole = form.elements(False) * 4
-    assert form.fetched == 0 and replace(form, platform="gpu").fetched == whole + 2 * whole / 8
+    full = form.elements(False) * 4
+    assert form.fetched == 0 and replace(form, platform="gpu").fetched == full + 2 * full / 8
 
 
 def test_differences_between_platforms() -> None:

@@ -211,8 +211,8 @@ class TestFilesInTheWild:
         monkeypatch.setattr(safetensors_writer, "SHARD_BYTES", 700)
         folder = saved(tmp_path / "hf", MODELS["LlamaForCausalLM"])
         first, second = sorted(folder.glob("*.safetensors"))[:2]
-        whole = second.read_bytes()
-        second.write_bytes(whole[:-8])
+        original = second.read_bytes()
+        second.write_bytes(original[:-8])
         with pytest.raises(ConfigError, match=r"hf: .*give a folder with intact safetensors files"):
             read_hf(folder)
         second.unlink()

@@ -76,8 +76,8 @@ def test_a_batch_does_not_depend_on_earlier_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_rows_are_those_of_the_global_batch(tmp_path: Path, rows: slice, split: Any) -> None:
     found = numbered(tmp_path, 13, validation=0.3)
-    whole, part = found.batch(4, 8, 1, split), found.batch(4, 8, 1, split, rows)
-    assert np.array_equal(part.tokens, whole.tokens[rows]) and np.array_equal(part.targets, whole.targets[rows])
+    complete, part = found.batch(4, 8, 1, split), found.batch(4, 8, 1, split, rows)
+    assert np.array_equal(part.tokens, complete.tokens[rows]) and np.array_equal(part.targets, complete.targets[rows])
 
 
 def test_only_the_rows_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_steps_count_from_one(tmp_path: Path) -> None:
         numbered(tmp_path, 4).batch(0, 1, 0)
 
 
-def whole(tmp_path: Path, text: bytes, **fields: Any) -> Batch:
+def complete(tmp_path: Path, text: bytes, **fields: Any) -> Batch:
     """All sequences of a text in order, as one batch."""
     (tmp_path / "text.txt").write_bytes(text)
     found = open_dataset(Data(path=str(tmp_path / "text.txt"), validation=0, shuffle=False, **fields), vocab=256)
@@ -176,11 +176,11 @@ def joined(batch: Batch) -> bytes:
 @pytest.mark.parametrize(("length", "kept"), [(5, 5), (8, 5), (9, 9), (12, 9), (13, 13)])
 def test_packed_covers_the_stream_but_for_the_remainder(tmp_path: Path, length: int, kept: int) -> None:
     text = bytes(range(65, 65 + length))
-    assert joined(whole(tmp_path, text, sequence=4)) == text[:kept]
+    assert joined(complete(tmp_path, text, sequence=4)) == text[:kept]
 
 
 def test_packed_check_catches_unshifted_targets_and_a_wrong_stride(tmp_path: Path) -> None:
-    batch = whole(tmp_path, bytes(range(65, 82)), sequence=4)
+    batch = complete(tmp_path, bytes(range(65, 82)), sequence=4)
     with pytest.raises(AssertionError, match="next token"):
         joined(Batch(batch.tokens, batch.tokens))
     with pytest.raises(AssertionError, match="touch"):
@@ -240,7 +240,7 @@ def test_ids_without_documents_are_padded_as_one(tmp_path: Path, suffix: str) ->
 )
 def test_too_little_text(tmp_path: Path, text: bytes, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        whole(tmp_path, text, **fields)
+        complete(tmp_path, text, **fields)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,19 +81,19 @@ def test_megatrons_pairs(tmp_path: Path, dtype: str, named: str) -> None:
 def test_megatrons_pairs_that_are_not_whole(tmp_path: Path) -> None:
     prefix = megatron(tmp_path / "a", DOCUMENTS)
     index = tmp_path / "a.idx"
-    whole = index.read_bytes()
+    intact = index.read_bytes()
     for content, message in {
-        whole[:-8]: "is cut",
-        whole[:20]: "is not Megatron's",
-        b"TNTIDX\x00\x00" + whole[8:]: "is not Megatron's",
-        whole[:34] + struct.pack("<i", 9) + whole[38:]: "do not belong together",
-        whole[:9] + struct.pack("<Q", 2) + whole[17:]: "is of version 2",
-        whole[:17] + b"\x07" + whole[18:]: "for float32; move the index elsewhere",
+        intact[:-8]: "is cut",
+        intact[:20]: "is not Megatron's",
+        b"TNTIDX\x00\x00" + intact[8:]: "is not Megatron's",
+        intact[:34] + struct.pack("<i", 9) + intact[38:]: "do not belong together",
+        intact[:9] + struct.pack("<Q", 2) + intact[17:]: "is of version 2",
+        intact[:17] + b"\x07" + intact[18:]: "for float32; move the index elsewhere",
     }.items():
         index.write_bytes(content)
         with pytest.raises(ConfigError, match=rf"a\.bin': its index a\.idx .*{message}"):
             read(prefix.with_suffix(".bin"), 512)
-    index.write_bytes(whole)
+    index.write_bytes(intact)
     with pytest.raises(ConfigError, match=r"dtype = uint16: the ids of .* are int32, as Megatron's a\.idx says; set"):
         read(prefix, 512, bin_dtype="uint16")
     (tmp_path / "a.bin").unlink()

@@ -71,14 +71,14 @@ def file_of(folder: Path, content: bytes, old: bool) -> Path:
     """A torch.save file with this pickle."""
     file = folder / "a.pt"
     torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=not old)
-    whole = b"\x80\x02" + content + b"."
+    stream = b"\x80\x02" + content + b"."
     if old:
         before = file.read_bytes()
         begin = before.index(b"}", before.index(b"type_sizes")) + 1
         begin = before.index(b".\x80\x02}", begin) + 1  # after the pickle about the system
-        file.write_bytes(before[:begin] + whole + b"\x80\x02].")  # without storages
+        file.write_bytes(before[:begin] + stream + b"\x80\x02].")  # without storages
     else:
-        rezipped(file, with_content("data.pkl", whole))
+        rezipped(file, with_content("data.pkl", stream))
     return file
 
 

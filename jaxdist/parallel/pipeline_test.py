@@ -164,12 +164,13 @@ def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
 def test_evaluates_as_one_device(case: str, batches: Any) -> None:
     p, alone = program(**STAGES[case]), program()
     batch = batches(p.experiment, 1)[0]
-    state, whole = p.initialize(), alone.initialize()
+    state, reference = p.initialize(), alone.initialize()
     found, expected = (
-        [float(x) for x in q.evaluate(s.parameters, q.placement.put(batch))] for q, s in ((p, state), (alone, whole))
+        [float(x) for x in q.evaluate(s.parameters, q.placement.put(batch))]
+        for q, s in ((p, state), (alone, reference))
     )
     assert found == pytest.approx(expected, rel=1e-13)
-    logits, right = (q.logits(s.parameters, batch.tokens) for q, s in ((p, state), (alone, whole)))
+    logits, right = (q.logits(s.parameters, batch.tokens) for q, s in ((p, state), (alone, reference)))
     np.testing.assert_allclose(logits, right, rtol=1e-11, atol=1e-13)
 
 

@@ -56,10 +56,10 @@ def reported(p: Program, state: TrainState | None = None) -> dict[str, int]:
 def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimizer: int) -> None:
     p = program(parallel={"mesh": mesh, "strategy": strategy})
     state = p.initialize()
-    whole = metrics.parameter_count(p.param_specs) * 4
-    assert bytes_on_device(state.parameters) == whole // parameters
+    unsharded = metrics.parameter_count(p.param_specs) * 4
+    assert bytes_on_device(state.parameters) == unsharded // parameters
     counts = 2 * 4  # step counts of Adam and of the schedule
-    assert bytes_on_device(state.optimizer) == 2 * whole // optimizer + counts
+    assert bytes_on_device(state.optimizer) == 2 * unsharded // optimizer + counts
     found = reported(p)
     assert (found["parameters"], found["optimizer_state"]) == (
         bytes_on_device(state.parameters),
@@ -117,8 +117,8 @@ def test_initialization_never_holds_the_whole_model() -> None:
     analysis: Any = (
         jax.jit(p.initial, out_shardings=shardings(p.mesh, p.partition_specs)).lower().compile().memory_analysis()
     )
-    whole = metrics.parameter_count(p.param_specs) * 4
-    assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 0.6 * whole  # the state itself takes 3/8
+    unsharded = metrics.parameter_count(p.param_specs) * 4
+    assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 0.6 * unsharded  # the state itself takes 3/8
 
 
 def temporary(remat: str, every: int = 1, **sections: Any) -> int:
@@ -147,8 +147,8 @@ def scratch(mesh: str, remat: str, every: int = 1) -> float:
         parallel={"mesh": mesh},
         memory={"remat": remat, "remat_every": every},
     )
-    whole = metrics.parameter_count(p.param_specs) * 4
-    return float(compiled(p, **AS_FOR_A_USER).memory_analysis().temp_size_in_bytes / whole)
+    unsharded = metrics.parameter_count(p.param_specs) * 4
+    return float(compiled(p, **AS_FOR_A_USER).memory_analysis().temp_size_in_bytes / unsharded)
 
 
 def allowed(devices: int) -> float:

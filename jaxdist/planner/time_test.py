@@ -62,14 +62,14 @@ def test_keys_are_counted_as_the_mask_has_them(window: int) -> None:
 def test_a_window_is_less_arithmetic_in_a_run_and_in_a_plan() -> None:
     """A device never exceeds its rate in products and attention together."""
     fields: dict[str, Any] = {"memory__remat": "none", "data__sequence": 32768, "model__positions": 32768}
-    whole, windowed = (plan("mistral-7b", train__batch=8, model__window=w, **fields) for w in (0, 4096))
+    full, windowed = (plan("mistral-7b", train__batch=8, model__window=w, **fields) for w in (0, 4096))
     tokens = 8 * 32768
-    for one in whole, windowed:
+    for one in full, windowed:
         done = one.footprint.work
         assert done.products + done.attention * 6 / 7 == pytest.approx(one.flops_per_token * tokens, rel=1e-3)
         assert one.mfu < 0.8
     layers = 12 * 32 * 32 * 128
-    assert whole.flops_per_token - windowed.flops_per_token == pytest.approx(layers * (16384 - (4096 - 256)))
+    assert full.flops_per_token - windowed.flops_per_token == pytest.approx(layers * (16384 - (4096 - 256)))
 
 
 def test_only_chosen_experts_multiply() -> None:

@@ -176,16 +176,16 @@ def moved(case: Case) -> float:
 
 def alone(case: Case) -> float:
     tokens, targets = case.batch
-    counts, whole = (targets != IGNORED).sum(1), taken(case)
+    counts, complete = (targets != IGNORED).sum(1), taken(case)
     rows = np.arange(len(tokens))[:, None]
     found = [
         taken(replace(case, batch=Batch(np.where(rows == row, tokens, 0), np.where(rows == row, targets, IGNORED))))
         for row in range(len(tokens))
     ]
     shares = counts / counts.sum()
-    gradients = {n: sum(s * f.gradients[n] for s, f in zip(shares, found, strict=True)) for n in whole.gradients}
+    gradients = {n: sum(s * f.gradients[n] for s, f in zip(shares, found, strict=True)) for n in complete.gradients}
     loss = sum(s * f.loss for s, f in zip(shares, found, strict=True))
-    return difference(replace(whole, loss=loss, gradients=gradients), whole)
+    return difference(replace(complete, loss=loss, gradients=gradients), complete)
 
 
 def unused_rows(case: Case) -> float:

@@ -107,11 +107,11 @@ def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: py
         program = in_chunks(chunks, mesh)
         return float(program.evaluate(parameters, program.placement.put(batch)).loss)
 
-    whole = evaluated(1)
+    at_once = evaluated(1)
     for chunks in (2, 3, 80):
-        assert evaluated(chunks) == pytest.approx(whole, rel=1e-14)
+        assert evaluated(chunks) == pytest.approx(at_once, rel=1e-14)
     monkeypatch.setattr(step, "chunked", lambda targets, chunks: chunked(targets, chunks).at[-1].set(IGNORED))
-    assert abs(evaluated(3) / whole - 1) > 0.1
+    assert abs(evaluated(3) / at_once - 1) > 0.1
 
 
 @pytest.mark.parametrize("chunks", [4, *slow([1])])

@@ -240,8 +240,8 @@ def stages_differ(case: str, model: Any, batches: Any, alone: Any) -> float:
     # At a rate of 1e-2 a model this deep, on 12 sequences, amplifies rounding to 1e-10 by step 20, even for another
     # accumulation.
     sections = {"model": dict(model, layers=4), "optimizer": {"learning_rate": 3e-3}}
-    whole = {"train": {"batch": STAGES[case]["train"].get("batch", 16)}}
-    first, second = train(tiny(**STAGES[case], **sections), batches), alone(batches, **sections, **whole)
+    unsplit = {"train": {"batch": STAGES[case]["train"].get("batch", 16)}}
+    first, second = train(tiny(**STAGES[case], **sections), batches), alone(batches, **sections, **unsplit)
     kept = {name: a for name, a in second[1].items() if "k_proj.bias" not in name and ".scaling" not in name}
     loss, state = error((first[0], first[1]), (second[0], kept))
     return max(loss / LOSS, state / STATE)

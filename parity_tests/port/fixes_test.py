@@ -50,7 +50,7 @@ def detached(m: Any, b: Any) -> Any:
     return row_losses(m, b).mean().detach()
 
 
-def whole(m: Any, b: Any) -> Any:
+def mean_loss(m: Any, b: Any) -> Any:
     return row_losses(m, b).mean()
 
 
@@ -99,7 +99,7 @@ FOLLOWED: list[tuple[Fields, str, Sequence[Fields]]] = [
     ),
     (with_field(np.full(3, np.nan)), "give finite ones", [with_field(np.ones(3))]),
     (with_field(np.array([2**31])), "give smaller ones", [with_field(np.array([2**31 - 1]))]),
-    ({"torch_loss": row_losses}, "give the mean over the batch, or the sum", [{"torch_loss": whole}]),
+    ({"torch_loss": row_losses}, "give the mean over the batch, or the sum", [{"torch_loss": mean_loss}]),
     (
         {"jax_loss": lambda v, b: jnp.ones(3)},
         "give the mean over the batch, or the sum",
@@ -108,7 +108,7 @@ FOLLOWED: list[tuple[Fields, str, Sequence[Fields]]] = [
     (
         {"torch_loss": detached},
         "leave out no_grad, detach and the like, and let the module's parameters require theirs",
-        [{"torch_loss": whole}],
+        [{"torch_loss": mean_loss}],
     ),
     (
         {"torch_module": dropping(0.5)},
@@ -240,7 +240,7 @@ def test_a_process_group_is_ended(process_group: None) -> None:
 
 def test_a_file_that_is_found(tmp_path: Path) -> None:
     def loss(m: Any, b: Any) -> Any:
-        return whole(m, b) * torch.from_numpy(np.load(tmp_path / "scale.npy"))
+        return mean_loss(m, b) * torch.from_numpy(np.load(tmp_path / "scale.npy"))
 
     message = refusal(square, {"torch_loss": loss})
     assert message.endswith("; it is raised by the losses or steps, which have to find it")

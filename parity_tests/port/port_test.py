@@ -185,11 +185,11 @@ class TestMistakes:
         """One side clips inputs above 10, which only the fourth batch has: bisection finds the step."""
         port = vit(steps=6)
         port.batches[3]["images"][0, 0, 0, 0] = 11.0  # type: ignore[index]
-        whole = port.jax_loss
-        assert whole is not None
+        original = port.jax_loss
+        assert original is not None
 
         def clipped(p: Any, b: Any) -> jax.Array:
-            return whole(p, b | {"images": jnp.clip(b["images"], -10, 10)})
+            return original(p, b | {"images": jnp.clip(b["images"], -10, 10)})
 
         _, written = proved(replace(port, jax_loss=clipped), tmp_path)
         difference = written["parting"]

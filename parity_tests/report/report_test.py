@@ -87,15 +87,15 @@ def text_of(page: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+def complete(tmp_path_factory: pytest.TempPathFactory) -> str:
     pairs = {"one": pair(noise=1e-15), "mesh": pair(noise=3e-9), "policy": pair(noise=1e-8)}
     return written(tmp_path_factory.mktemp("whole"), Verdict([*HOLDS, FAILS]), pairs)
 
 
-def test_everything_is_reported(whole: str) -> None:
-    text = text_of(whole)
+def test_everything_is_reported(complete: str) -> None:
+    text = text_of(complete)
     verdict = Verdict([*HOLDS, FAILS])
-    assert verdict.sentence.partition(": ")[2] in text and "<strong>Not equivalent</strong>" in whole
+    assert verdict.sentence.partition(": ")[2] in text and "<strong>Not equivalent</strong>" in complete
     numbers = (
         "22,800,000 92 ✗ no",
         "data jaxdist 3.00 2.00 1.500 torch_ref 3.00 2.00 1.500",
@@ -103,24 +103,24 @@ def test_everything_is_reported(whole: str) -> None:
     )
     for phrase in (*numbers, *FIGURES, LONG, FAILS.name, FAILS.why, "✗ 1 of 1 fails", "default & more"):
         assert phrase in text, phrase
-    assert whole.count("<svg") == 5
+    assert complete.count("<svg") == 5
 
 
-def test_layers_are_in_the_order_of_the_model(whole: str) -> None:
-    heat = whole[whole.index("Heat map") :]
+def test_layers_are_in_the_order_of_the_model(complete: str) -> None:
+    heat = complete[complete.index("Heat map") :]
     assert re.findall(r">(embed|layers\.\d+|norm|lm_head)</text>", heat[: heat.index("</svg>")]) == [
         "embed", *(f"layers.{i}" for i in range(12)), "norm", "lm_head",
     ]  # fmt: skip
 
 
-def test_it_is_self_contained(whole: str) -> None:
+def test_it_is_self_contained(complete: str) -> None:
     """No scripts, no external references, and no duplicate id among the five figures."""
-    outside = re.sub(r' xmlns(:\w+)?="[^"]*"', "", whole)
+    outside = re.sub(r' xmlns(:\w+)?="[^"]*"', "", complete)
     assert not re.search(r"https?://|<script|<link|<iframe|@import|src=|\son\w+=", outside)
     assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', outside))
-    ids = re.findall(r'\sid="([^"]*)"', whole)
+    ids = re.findall(r'\sid="([^"]*)"', complete)
     assert len(ids) == len(set(ids))
-    assert {*re.findall(r'href="#([^"]*)"', whole), *re.findall(r"url\(#([^)]*)\)", whole)} <= set(ids)
+    assert {*re.findall(r'href="#([^"]*)"', complete), *re.findall(r"url\(#([^)]*)\)", complete)} <= set(ids)
 
 
 def test_it_is_the_same_each_time(tmp_path: Path) -> None:
@@ -266,8 +266,8 @@ def seen(page: str, folder: Path) -> list[str]:
     return [*json.loads(html.unescape(measured[1])), *console]
 
 
-def test_a_browser_draws_everything_at_any_width(whole: str, tmp_path: Path) -> None:
-    assert seen(whole, tmp_path) == ["5 figures"] * len(WIDTHS)
+def test_a_browser_draws_everything_at_any_width(complete: str, tmp_path: Path) -> None:
+    assert seen(complete, tmp_path) == ["5 figures"] * len(WIDTHS)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +301,8 @@ def test_where_it_differs_is_reported_where_no_gradients_were_kept(tmp_path: Pat
     assert "Cause" not in text_of(written(tmp_path, Verdict(HOLDS), {"policy": runs}))
 
 
-def test_it_prints_on_few_pages(whole: str, tmp_path: Path) -> None:
-    (tmp_path / "report.html").write_text(whole, encoding="utf-8")
+def test_it_prints_on_few_pages(complete: str, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(complete, encoding="utf-8")
     browse(tmp_path / "report.html", "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'report.pdf'}")
     printed = (tmp_path / "report.pdf").read_bytes()
     assert printed.startswith(b"%PDF") and 2 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 8

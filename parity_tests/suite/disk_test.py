@@ -43,7 +43,7 @@ def train(side: str, path: Path, *arguments: str) -> "subprocess.CompletedProces
     return command(TRAIN[side], *FIELDS, "--output", str(path), *arguments)
 
 
-def assert_whole(path: Path) -> list[int]:
+def assert_complete(path: Path) -> list[int]:
     """Steps of a run's checkpoints; asserts that none is damaged and that nothing is unfinished."""
     steps = steps_in(path / "checkpoints")
     assert [damage(path / "checkpoints" / str(step)) for step in steps] == [None] * len(steps)
@@ -58,7 +58,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(side: str, disk:
     (message,) = done.stderr.splitlines()
     assert done.returncode == 1
     assert message.startswith("error: the checkpoint of step") and "could not be written to" in message
-    steps = assert_whole(path)
+    steps = assert_complete(path)
     assert (
         steps and f"the newest checkpoint is that of step {steps[-1]}: make room, and continue by --resume" in message
     )
@@ -74,7 +74,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(side: str, disk:
 def test_a_run_may_go_on_without_its_checkpoints(side: str, disk: Path) -> None:
     go_on = ["--checkpoint.failure", "go on"]
     done = train(side, disk / "run", *go_on)
-    steps = assert_whole(disk / "run")
+    steps = assert_complete(disk / "run")
     assert steps[0] == 2 and steps[-1] < STEPS
     missing = [step for step in range(2, STEPS + 1, 2) if step not in steps]
     reason = os.strerror(errno.ENOSPC)
@@ -92,7 +92,7 @@ def test_a_run_may_go_on_without_its_checkpoints(side: str, disk: Path) -> None:
     remount(disk, "size=60m")
     again = train(side, disk / "run", *go_on, "--resume")
     assert again.returncode == 0 and f"saved in {disk}/run\n" in again.stdout, again.stderr
-    assert assert_whole(disk / "run")[-1] == STEPS
+    assert assert_complete(disk / "run")[-1] == STEPS
     assert json.loads((disk / "run" / "summary.json").read_text())["checkpoints"] == {"newest": STEPS, "failed": {}}
 
 

@@ -131,7 +131,7 @@ CASES = {
 QUICK, LONG = 2, 600
 
 
-class Whole(NamedTuple):
+class Intact(NamedTuple):
     path: Path
     files: list[Path]
     model: Model
@@ -140,10 +140,10 @@ class Whole(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
-    made: dict[str, Whole] = {}
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Intact]:
+    made: dict[str, Intact] = {}
 
-    def named(name: str) -> Whole:
+    def named(name: str) -> Intact:
         if name not in made:
             case, folder = CASES[name], tmp_path_factory.mktemp("mutated")
             write: Any
@@ -151,8 +151,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
             path = write(folder) if callable(case.source) else write(folder, as_it_is)
             path = alone(path)
             files = [path] if case.pattern == "." else sorted(f for p in case.pattern.split() for f in path.glob(p))
-            whole = Whole(path, files, model, [])
-            made[name] = whole._replace(found=[outcome(read, whole) for read in READERS])
+            intact = Intact(path, files, model, [])
+            made[name] = intact._replace(found=[outcome(read, intact) for read in READERS])
         return made[name]
 
     return named
@@ -191,28 +191,28 @@ def resumed_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
 READERS = (read_by_jaxdist, read_by_torch_ref, trained_by_jaxdist, resumed_by_jaxdist)
 
 
-def outcome(read: Callable[[Path, Model], Any], whole: Whole) -> Any:
+def outcome(read: Callable[[Path, Model], Any], intact: Intact) -> Any:
     """Content read from a source, or the message of a refusal."""
     start = time.process_time()
     try:
-        return read(whole.path, whole.model)
+        return read(intact.path, intact.model)
     except ConfigError as error:
         return str(error)
     finally:
         assert time.process_time() - start < SECONDS
 
 
-def check(case: Case, whole: Whole, seed: str) -> bool:
+def check(case: Case, intact: Intact, seed: str) -> bool:
     """Whether any reader refuses a mutated source; both sides must agree."""
-    ours, theirs, *_ = found = [outcome(read, whole) for read in READERS]
+    ours, theirs, *_ = found = [outcome(read, intact) for read in READERS]
     assert isinstance(ours, str) == isinstance(theirs, str), (seed, ours, theirs)
-    readers = [(now, before) for now, before in zip(found, whole.found, strict=True) if isinstance(before, dict)]
+    readers = [(now, before) for now, before in zip(found, intact.found, strict=True) if isinstance(before, dict)]
     refusals = [now for now, _ in readers if isinstance(now, str)]
     for message in refusals:
-        assert any(path.name in message for path in (whole.path, *whole.files)), (seed, message)
+        assert any(path.name in message for path in (intact.path, *intact.files)), (seed, message)
         assert len(message) < 2000, (seed, message)
     if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys() == whole.found[0].keys(), seed
+        assert ours.keys() == theirs.keys() == intact.found[0].keys(), seed
         assert all(bits(ours[name]) == bits(theirs[name]) for name in ours), seed
     for now, before in readers:
         if isinstance(now, dict) and case.kept:
@@ -224,19 +224,19 @@ def check(case: Case, whole: Whole, seed: str) -> bool:
 @pytest.mark.parametrize("count", [QUICK, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore")
-def test_a_mutated_source_is_read_or_refused(name: str, count: int, sources: Callable[[str], Whole]) -> None:
-    whole, case, refused = sources(name), CASES[name], 0
+def test_a_mutated_source_is_read_or_refused(name: str, count: int, sources: Callable[[str], Intact]) -> None:
+    intact, case, refused = sources(name), CASES[name], 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
         seed = f"{name} {number}"
         random = Random(seed)
-        file = random.choice(whole.files)
+        file = random.choice(intact.files)
         content = file.read_bytes()
         try:
             changed = case.mutate(file if case.mutate is of_torch else content, random)  # type: ignore[arg-type]
             file.unlink()  # a mapping into memory keeps its content
             file.write_bytes(changed)
-            refused += check(case, whole, seed)
+            refused += check(case, intact, seed)
         finally:
             file.unlink(missing_ok=True)
             file.write_bytes(content)
@@ -246,23 +246,23 @@ def test_a_mutated_source_is_read_or_refused(name: str, count: int, sources: Cal
 
 @pytest.mark.long
 def test_several_unreadable_arrays_give_one_error(
-    sources: Callable[[str], Whole], monkeypatch: pytest.MonkeyPatch
+    sources: Callable[[str], Intact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Orbax abandons the other reads, each with an unawaited error."""
-    whole, late = sources(".zarray"), list[Any]()
+    intact, late = sources(".zarray"), list[Any]()
     monkeypatch.setattr(sys, "unraisablehook", hook := late.append)
     with orbax_io.one_error():
         assert sys.unraisablehook is not hook
     assert sys.unraisablehook is hook
-    content = {file: file.read_bytes() for file in whole.files}
+    content = {file: file.read_bytes() for file in intact.files}
     try:
-        for file in whole.files:
+        for file in intact.files:
             file.unlink()
             file.write_bytes(content[file].replace(b"<f4", b"<f8"))
-        message = outcome(resumed_by_jaxdist, whole)
+        message = outcome(resumed_by_jaxdist, intact)
         gc.collect()
     finally:
-        for file in whole.files:
+        for file in intact.files:
             file.unlink()
             file.write_bytes(content[file])
     assert isinstance(message, str) and "Not enough data" in message and not late
@@ -274,18 +274,18 @@ def test_several_unreadable_arrays_give_one_error(
 
 
 @pytest.mark.long
-def test_a_chunk_larger_than_the_memory(sources: Callable[[str], Whole]) -> None:
+def test_a_chunk_larger_than_the_memory(sources: Callable[[str], Intact]) -> None:
     """TensorStore would end the process."""
-    whole = sources(".zarray of the optimizer")
-    file = whole.files[0]
+    intact = sources(".zarray of the optimizer")
+    file = intact.files[0]
     content = file.read_bytes()
     described = json.loads(content)
     try:
         file.unlink()
         file.write_text(json.dumps(described | {"chunks": [2**36, *described["chunks"][1:]]}))
-        messages = [outcome(read, whole) for read in (trained_by_jaxdist, resumed_by_jaxdist)]
+        messages = [outcome(read, intact) for read in (trained_by_jaxdist, resumed_by_jaxdist)]
     finally:
         file.unlink()
         file.write_bytes(content)
-    assert all(isinstance(message, str) and f"{whole.path}" in message for message in messages), messages
+    assert all(isinstance(message, str) and f"{intact.path}" in message for message in messages), messages
     assert "exp_avg.embed.embedding has chunks of " in messages[1]

@@ -154,8 +154,8 @@ def test_a_run_that_changes_its_backend(
     jax = run("jaxdist", tmp_path / "jax", experiments["llama"], half, "--init", str(start["jaxdist", "llama"]))
     convert([str(jax.path), str(tmp_path / "file.pt")])
     convert([str(tmp_path / "file.pt"), str(tmp_path / "torch"), "--to", "dcp"])
-    whole = {**settings(name, "fsdp"), "optimizer.decay_steps": STEPS}
-    torch = run("torch_ref", tmp_path / "torch", experiments["llama"], whole, "--resume")
+    complete = {**settings(name, "fsdp"), "optimizer.decay_steps": STEPS}
+    torch = run("torch_ref", tmp_path / "torch", experiments["llama"], complete, "--resume")
     right: Run = runs("torch_ref", "llama", settings(name, "fsdp"))
     assert compare.curve(torch.metrics, right.metrics, "loss").max() <= compare.LOSS
     states = compare.states(torch.states, right.states)

@@ -181,7 +181,7 @@ SHARES = {  # number of shards of parameters, gradients, optimizer state
 
 def unkept(runs: Runs, side: str, mesh: str, promise: str) -> list[str]:
     """Kinds of memory whose share on the fullest device differs from the strategy's promise."""
-    whole = runs("jaxdist", "llama", usual("llama", "1x1")).summary["memory"]
+    unsharded = runs("jaxdist", "llama", usual("llama", "1x1")).summary["memory"]
     held = runs(side, "llama", usual("llama", mesh)).summary["memory"]
     # zero2: FSDP2 shards parameters at rest and gathers them from forward to backward; ours are unsharded at rest.
     shares = SHARES["fsdp"] if (side, promise) == ("torch_ref", "zero2") else SHARES[promise]
@@ -191,7 +191,9 @@ def unkept(runs: Runs, side: str, mesh: str, promise: str) -> list[str]:
     return [
         kind
         for kind, share in zip(KINDS, shares, strict=True)
-        if not 0.98 <= held[kind] / (whole[kind] / share) <= 1.02 + whole_tensors.get(kind, 0) / (whole[kind] / share)
+        if not 0.98
+        <= held[kind] / (unsharded[kind] / share)
+        <= 1.02 + whole_tensors.get(kind, 0) / (unsharded[kind] / share)
     ]
 
 
@@ -335,7 +337,7 @@ def none_reduced(sent: Collectives) -> Collectives:
     return [c for c in sent if c["op"] != "all_reduce"]
 
 
-def whole(sent: Collectives) -> Collectives:
+def unsharded(sent: Collectives) -> Collectives:
     """Full gradients are all-reduced where a shard is enough, which sends as many bytes as scatter and gather."""
     return [c | {"op": "all_reduce"} if c["op"] == "reduce_scatter" else c for c in sent]
 
@@ -346,7 +348,7 @@ def test_the_number_of_collectives_is_the_closed_form(runs: Runs, side: str, mod
     run = runs(side, model, usual(model, mesh))
     assert (checks := counted(run)) and all(check.holds for check in checks), checks
     ops = {c["op"] for c in run.summary["collectives"]}
-    planted = {twice, *([one_missing, whole] if "reduce_scatter" in ops else [none_reduced])}
+    planted = {twice, *([one_missing, unsharded] if "reduce_scatter" in ops else [none_reduced])}
     if side == "jaxdist" and any(c["op"] == "all_reduce" and not c["single"] for c in run.summary["collectives"]):
         planted.add(few_not_reduced)  # DDP may use any number of buckets
     for change in planted:

@@ -72,7 +72,7 @@ def test_rematerialization_shows_in_the_peak(train: Train) -> None:
 
 @pytest.mark.slow
 def test_gradients_that_wait_for_one_reduction_are_whole(train: Train) -> None:
-    whole = train("--mesh 1x1").summary["memory"]["gradients"]
+    full = train("--mesh 1x1").summary["memory"]["gradients"]
     each = "--mesh 2x1 --steps 2 --train.accumulation 2"
-    assert train(each).summary["memory"]["gradients"] == whole // 2
-    assert train(f"{each} --parallel.reduce step").summary["memory"]["gradients"] == whole
+    assert train(each).summary["memory"]["gradients"] == full // 2
+    assert train(f"{each} --parallel.reduce step").summary["memory"]["gradients"] == full

@@ -34,5 +34,5 @@ def test_residual_projections_are_narrower_norms_one_biases_zero() -> None:
 def test_new_rows_are_the_mean_and_counts_have_none() -> None:
     table = torch.arange(6.0).reshape(3, 2)
     assert torch.equal(extended(table, torch.Size((5, 2))), torch.cat([table, table.mean(0).expand(2, -1)]))
-    for whole in table, torch.tensor(7):  # a batch counter has no rows
-        assert extended(whole, whole.shape) is whole
+    for full in table, torch.tensor(7):  # a batch counter has no rows
+        assert extended(full, full.shape) is full

@@ -198,13 +198,13 @@ def moved(case: Case) -> float:
 
 def alone(case: Case) -> float:
     tokens, targets = case.batch
-    counts, whole = (targets != IGNORED).sum(1), taken(case)
+    counts, complete = (targets != IGNORED).sum(1), taken(case)
     shares = counts.double() / counts.sum()
     one = with_sections(case, train={"batch": 1})
     found = [taken(replace(one, batch=Rows(x[None], y[None]))) for x, y in zip(tokens, targets, strict=True)]
-    gradients = {n: sum(s * f.gradients[n] for s, f in zip(shares, found, strict=True)) for n in whole.gradients}
+    gradients = {n: sum(s * f.gradients[n] for s, f in zip(shares, found, strict=True)) for n in complete.gradients}
     loss = sum(float(s) * f.loss for s, f in zip(shares, found, strict=True))
-    return difference(replace(whole, loss=loss, gradients=gradients), whole)
+    return difference(replace(complete, loss=loss, gradients=gradients), complete)
 
 
 def unused_rows(case: Case) -> float:

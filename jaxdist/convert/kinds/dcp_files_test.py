@@ -40,16 +40,16 @@ def test_a_part_that_no_rank_wrote_is_reported(tmp_path: Path) -> None:
         (name, leaf) for name, leaf in tensors.leaves.items() if len(leaf.shape) == 2 and not leaf.shape[0] % 2
     )
     entry = tensors.index.state_dict_metadata[name]
-    (whole,) = entry.chunks
-    half = type(whole)(whole.offsets, torch.Size([leaf.shape[0] // 2, leaf.shape[1]]))
+    (chunk,) = entry.chunks
+    half = type(chunk)(chunk.offsets, torch.Size([leaf.shape[0] // 2, leaf.shape[1]]))
     assert leaf.read().shape == leaf.shape
     for parts in [half], [half, half], [half, half, half]:
         with pytest.raises(ConfigError, match="its parts overlap or are not all of it"):
             tensors.read(name, replace(entry, chunks=parts))
-    beyond = type(whole)(torch.Size([leaf.shape[0] // 2, 1]), half.sizes)
+    beyond = type(chunk)(torch.Size([leaf.shape[0] // 2, 1]), half.sizes)
     with pytest.raises(ConfigError, match="its parts overlap or are not all of it"):
         tensors.read(name, replace(entry, chunks=[half, beyond]))
-    rest = type(whole)(torch.Size([leaf.shape[0] // 2, 0]), half.sizes)
+    rest = type(chunk)(torch.Size([leaf.shape[0] // 2, 0]), half.sizes)
     with pytest.raises(ConfigError, match="has float32"):  # these parts cover it, but the file holds the full tensor
         tensors.read(name, replace(entry, chunks=[half, rest]))
 

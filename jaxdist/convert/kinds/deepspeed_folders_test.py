@@ -139,10 +139,10 @@ def zero_2(folder: Path, trained: Trained, ranks: int = 3, stage: Any = 2, align
     for rank in range(ranks):
         masters, state = [], {}
         for number, group in enumerate(trained.groups):
-            whole = flat(trained.tensors, group)
-            piece = pieces(whole, ranks, 2 * ranks)
+            vector = flat(trained.tensors, group)
+            piece = pieces(vector, ranks, 2 * ranks)
             start = rank * len(piece[0])
-            masters.append(piece[rank][: max(0, len(whole) - start)])
+            masters.append(piece[rank][: max(0, len(vector) - start)])
             moments = {kind: pieces(flat(t, group), ranks, 2 * ranks)[rank] for kind, t in trained.moments.items()}
             state[number] = {"step": torch.tensor(float(STEP)), **moments}
         held = {

@@ -35,7 +35,7 @@ SCALE: dict[str, Any] = {
 LAYOUTS = ("fused, one group", "fused, two groups", "one group", "two groups", "fp32")
 
 
-def whole(folder: Path, trained: Trained, layout: str, bits: str = "bfloat16", **kept: Any) -> Path:
+def saved(folder: Path, trained: Trained, layout: str, bits: str = "bfloat16", **kept: Any) -> Path:
     """Checkpoint of the engine without ZeRO: FP16_Optimizer's vectors, FP16_UnfusedOptimizer's lists, or torch's."""
     names = [*trained.tensors]
     groups = trained.groups if "two" in layout else [names]
@@ -77,7 +77,7 @@ def whole(folder: Path, trained: Trained, layout: str, bits: str = "bfloat16", *
 def test_fp32_weights_and_moments(layout: str, model: Any, tmp_path: Path) -> None:
     """The narrow copies are left behind; config.json is in the parent folder, as with ZeRO."""
     trained = Trained(tmp_path, model)
-    tag = whole(tmp_path / "run", trained, layout)
+    tag = saved(tmp_path / "run", trained, layout)
     for path in (tag, tag.parent):
         content = read_content(path)
         check(content, trained)
@@ -87,7 +87,7 @@ def test_fp32_weights_and_moments(layout: str, model: Any, tmp_path: Path) -> No
 
 def test_the_way_to_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained = Trained(tmp_path)
-    main([str(whole(tmp_path / "run", trained, "fused, one group")), str(tmp_path / "hf"), "--to", "hf"])
+    main([str(saved(tmp_path / "run", trained, "fused, one group")), str(tmp_path / "hf"), "--to", "hf"])
     there = load_torch(tmp_path / "hf/model.safetensors")
     assert all(torch.equal(there[name], tensor) for name, tensor in trained.tensors.items())
     assert "the bfloat16 copy of the fp32 weights, the optimizer's state" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_fp32_weights_of_an_unknown_order_are_refused(layout: str, tmp_path: Pat
     """Two parameters of one shape are swapped: only the narrow copies have names. The fix uses those."""
     trained = Trained(tmp_path)
     first, second = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
-    tag = whole(tmp_path / "run", trained, layout)
+    tag = saved(tmp_path / "run", trained, layout)
     tree = torch.load(tag / "mp_rank_00_model_states.pt", weights_only=False)
     module = tree["module"]
     module[first], module[second] = module[second], module[first]
@@ -148,7 +148,7 @@ def test_the_loss_scale_of_fp16(stage: int, tmp_path: Path, capsys: pytest.Captu
             tree["optimizer_state_dict"] |= {"loss_scaler": scaler, "dynamic_loss_scale": True}
             save(file, tree)
     else:
-        tag = whole(tmp_path / "run", trained, "fused, one group", "float16", **SCALE)
+        tag = saved(tmp_path / "run", trained, "fused, one group", "float16", **SCALE)
     content = read_content(tag)
     assert content.scaling
     assert (float(content.scaling.scale), int(content.scaling.good)) == (512.0, 4)
@@ -161,7 +161,7 @@ def test_the_loss_scale_of_fp16(stage: int, tmp_path: Path, capsys: pytest.Captu
 
 def test_a_static_loss_scale_is_named(tmp_path: Path) -> None:
     static = {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": STEP}
-    content = read_content(whole(tmp_path / "run", Trained(tmp_path), "one group", "float16", **static))
+    content = read_content(saved(tmp_path / "run", Trained(tmp_path), "one group", "float16", **static))
     assert content.scaling is None
     assert content.origin.left == ["the float16 copy of the fp32 weights", "the static loss scale of 128.0"]
 
@@ -169,4 +169,4 @@ def test_a_static_loss_scale_is_named(tmp_path: Path) -> None:
 def test_a_damaged_loss_scale_is_refused(tmp_path: Path) -> None:
     kept = SCALE | {"scale_window": "never"}
     with pytest.raises(ConfigError, match="loss scale"):
-        read_content(whole(tmp_path / "run", Trained(tmp_path), "one group", "float16", **kept))
+        read_content(saved(tmp_path / "run", Trained(tmp_path), "one group", "float16", **kept))

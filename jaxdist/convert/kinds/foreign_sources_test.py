@@ -99,17 +99,17 @@ class TestNames:
     def test_a_tied_head_without_the_embedding(self, kind: str, tmp_path: Path) -> None:
         """`safetensors.torch.save_model` keeps the alphabetically first of two names."""
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-        whole = written(tmp_path / "whole", "hf" if kind == "hf" else "torch", content_of(TIED))
+        intact = written(tmp_path / "whole", "hf" if kind == "hf" else "torch", content_of(TIED))
         source, model = tmp_path / "source", config(tmp_path, TIED)
 
         def renamed(tensors: Any) -> Any:
             return {name: t for name, t in tensors.items() if name != embedding} | {head: tensors[embedding]}
 
         if kind == "hf":
-            shutil.copytree(whole, source)
-            save_file(renamed(load_file(whole / WEIGHTS)), source / WEIGHTS)
+            shutil.copytree(intact, source)
+            save_file(renamed(load_file(intact / WEIGHTS)), source / WEIGHTS)
         else:
-            tree = torch.load(whole, weights_only=True)
+            tree = torch.load(intact, weights_only=True)
             tree["model"] = renamed(tree["model"])
         if kind == "torch":
             torch.save(tree, source)
@@ -117,7 +117,7 @@ class TestNames:
             called = [name for group in tree["optimizer"]["param_groups"] for name in group["param_names"]]
             state = renamed(dict(zip(called, tree["optimizer"]["state"].values(), strict=True)))
             save_distributed(source, {"model": tree["model"], "optim": {"state": state}, "step": 7})
-        for name, path in (("right", whole), ("run", source)):
+        for name, path in (("right", intact), ("run", source)):
             main([str(path), str(tmp_path / name), "--to", "orbax", *model])
         assert tensors(tmp_path / "run") == tensors(tmp_path / "right")
         main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", kind])

@@ -51,8 +51,8 @@ class TestIndex:
 
     def built(self, index: Path, named: bytes, state: bytes) -> None:
         """Prepends the opcode BUILD on `named`, with a state."""
-        whole = pickle.dumps(pickle.loads(index.read_bytes()), protocol=2)
-        index.write_bytes(whole[:2] + named + state + pickle.BUILD + pickle.POP + whole[2:])
+        intact = pickle.dumps(pickle.loads(index.read_bytes()), protocol=2)
+        index.write_bytes(intact[:2] + named + state + pickle.BUILD + pickle.POP + intact[2:])
 
     @pytest.mark.parametrize("case", NAMED)
     def test_nothing_gets_attributes_as_slots(self, case: str, tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ class TestFiles:
 
     @pytest.mark.parametrize("experiment", [{"model": {3: 4}}, {"model": {}, 5: 3}, {"model": {"family": [1]}}])
     def test_an_invalid_experiment(self, experiment: Any, own: Path) -> None:
-        whole = torch.load(own, weights_only=True)["experiment"]
+        intact = torch.load(own, weights_only=True)["experiment"]
         with pytest.raises(ConfigError, match=r"own.pt: "):
-            torch_files.read_content(self.changed(own, experiment=whole | experiment))
+            torch_files.read_content(self.changed(own, experiment=intact | experiment))
 
     @pytest.mark.parametrize(
         ("name", "changes", "message"),

@@ -115,18 +115,18 @@ def test_other_files_of_llmc_are_refused(tmp_path: Path) -> None:
     file, state_file = tmp_path / "model_00000040.bin", tmp_path / "state_00000040_00000.bin"
     model(file)
     state(state_file, drawn(1), {n: np.abs(a) for n, a in drawn(2).items()})
-    whole = file.read_bytes()
+    intact = file.read_bytes()
     with pytest.raises(ConfigError, match=r"is an optimizer's state of llm.c's; give the model_\*.bin"):
         main([str(state_file), str(tmp_path / "run")])
     main([str(file), str(tmp_path / "run")])
     for change, message in (
-        (whole[:-4], r"has [\d,]+ bytes, where its header says"),
-        (whole + b"1234", r"has [\d,]+ bytes, where its header says"),
-        (whole[:4] + (7).to_bytes(4, "little") + whole[8:], "version 7 of llm.c's model files; give one of 3, 5"),
-        (whole[:20] + (3).to_bytes(4, "little") + whole[24:], "model.heads = 3 does not divide model.dim = 8"),
-        (whole[:12] + (21).to_bytes(4, "little") + whole[16:], "header has 21 tokens in 20 rows, padding among them"),
-        (whole[:12] + bytes(4) + whole[16:], "header has 0 tokens in 20 rows"),
-        (whole[:100], "bytes early; use an intact copy"),
+        (intact[:-4], r"has [\d,]+ bytes, where its header says"),
+        (intact + b"1234", r"has [\d,]+ bytes, where its header says"),
+        (intact[:4] + (7).to_bytes(4, "little") + intact[8:], "version 7 of llm.c's model files; give one of 3, 5"),
+        (intact[:20] + (3).to_bytes(4, "little") + intact[24:], "model.heads = 3 does not divide model.dim = 8"),
+        (intact[:12] + (21).to_bytes(4, "little") + intact[16:], "header has 21 tokens in 20 rows, padding among them"),
+        (intact[:12] + bytes(4) + intact[16:], "header has 0 tokens in 20 rows"),
+        (intact[:100], "bytes early; use an intact copy"),
     ):
         file.write_bytes(change)
         with pytest.raises(ConfigError, match=message):

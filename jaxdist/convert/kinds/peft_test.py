@@ -106,12 +106,12 @@ def test_conv1d_embeddings_and_tensors_saved_whole(gpt2: Path, llama: Path, tmp_
     close(found[f"{fused}.weight"], base[f"{fused}.weight"] + delta.T)
     table, head = "model.embed_tokens", "lm_head"
     tensors = {f"{table}.lora_embedding_A": drawn(4, 96), f"{table}.lora_embedding_B": drawn(32, 4)}
-    whole = {f"{head}.weight": drawn(96, 32), f"{table}.base_layer.weight": drawn(96, 32)}  # PEFT saves both so
+    full = {f"{head}.weight": drawn(96, 32), f"{table}.base_layer.weight": drawn(96, 32)}  # PEFT saves both so
     (tmp_path / "b").mkdir()
-    found, base = merged(llama, adapter(tmp_path / "c", tensors | whole), tmp_path / "b")
+    found, base = merged(llama, adapter(tmp_path / "c", tensors | full), tmp_path / "b")
     delta = product(tensors, f"{table}.lora_embedding_B", f"{table}.lora_embedding_A")
-    close(found[f"{table}.weight"], whole[f"{table}.base_layer.weight"] + delta.T)
-    assert np.array_equal(found[f"{head}.weight"], whole[f"{head}.weight"])
+    close(found[f"{table}.weight"], full[f"{table}.base_layer.weight"] + delta.T)
+    assert np.array_equal(found[f"{head}.weight"], full[f"{head}.weight"])
 
 
 def test_a_bfloat16_base_is_rounded_once(llama: Path, tmp_path: Path) -> None:

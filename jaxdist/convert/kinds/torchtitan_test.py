@@ -62,12 +62,12 @@ def joined(state: dict[str, Any]) -> dict[str, Any]:
     assert isinstance(LLAMA, Llama)
     groups, found = LLAMA.kv_heads, dict[str, Any]()
     for key, value in state.items():
-        whole = re.sub(r"\.w[qkv]\.", ".wqkv.", key)
-        if key.endswith((".exp_avg", ".exp_avg_sq")) and whole != key:
-            parts = [state[whole.replace(".wqkv.", f".{w}.")] for w in ("wq", "wk", "wv")]
+        fused = re.sub(r"\.w[qkv]\.", ".wqkv.", key)
+        if key.endswith((".exp_avg", ".exp_avg_sq")) and fused != key:
+            parts = [state[fused.replace(".wqkv.", f".{w}.")] for w in ("wq", "wk", "wv")]
             shaped = [part.reshape(groups, -1, part.shape[-1]) for part in parts]
             value = torch.cat(shaped, dim=1).reshape(-1, parts[0].shape[-1])
-        found[whole] = value
+        found[fused] = value
     return found
 
 

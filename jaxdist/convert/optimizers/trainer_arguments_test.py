@@ -112,12 +112,12 @@ def test_arguments_that_do_not_continue_are_named(
 def test_a_given_model_is_completed(tmp_path: Path) -> None:
     """The Trainer's arguments fill what --model leaves out, without config.json."""
     folder = arguments(huggingface(tmp_path / "checkpoint-9", Trained(tmp_path)))
-    whole = KINDS["trainer"].format.read_content(folder).experiment
+    complete = KINDS["trainer"].format.read_content(folder).experiment
     (folder / "config.json").unlink()
-    values = {"model": whole.model.model_dump(exclude_none=True), "optimizer": {"clip": 2.0}}
-    values["data"] = {"sequence": whole.data.sequence}
+    values = {"model": complete.model.model_dump(exclude_none=True), "optimizer": {"clip": 2.0}}
+    values["data"] = {"sequence": complete.data.sequence}
     found = KINDS["trainer"].format.read_content(folder, Experiment.parse(values, "test")).experiment
-    assert found.train == whole.train and found.optimizer == whole.optimizer.model_copy(update={"clip": 2.0})
+    assert found.train == complete.train and found.optimizer == complete.optimizer.model_copy(update={"clip": 2.0})
 
 
 def test_another_scheduler_than_the_arguments_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
