@@ -37,10 +37,7 @@ def kept(parameter: Tensor, kind: str) -> Tensor:
 
 class Pieces:
     """The parameters to which an optimizer's local tensors belong; a tensor that it does not have is unsharded.
-    Products of matrices are computed in `dtype`.
-
-    `dtype` is what products of their matrices are computed in.
-    """
+    Products of matrices are computed in `dtype`."""
 
     def __init__(self, parameters: Mapping[Tensor, Tensor], dtype: torch.dtype = torch.float32):
         self.parameters, self.dtype = parameters, dtype
