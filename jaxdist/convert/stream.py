@@ -1,8 +1,8 @@
 """From the tensors of one naming to those of another, a few at a time, on several cores.
 
 Two namings rarely cut a model into the same tensors: query, key and value may be one, and our layers are stacked. A
-`Unit` is the least that can be converted by itself: tensors of either side that hold the same atoms. Several are on
-their way at once: beside the largest of them, as many as a budget of memory allows.
+`ConversionUnit` is the least that can be converted alone: tensors of either side that hold the same atoms. Several are
+on their way at once: beside the largest of them, as many as a budget of memory allows.
 """
 
 import os

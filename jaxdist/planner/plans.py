@@ -10,6 +10,7 @@ from jaxdist.accounting import forms, memory
 from jaxdist.accounting.memory import Footprint, State
 from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.config.hardware import USABLE, Hardware, rate
+from jaxdist.config.parallel import written
 from jaxdist.families import models
 from jaxdist.parallel import sharding
 from jaxdist.parallel.sharding import ParamSpec
@@ -201,11 +202,6 @@ def changes(plan: Plan) -> Iterator[dict[str, Any]]:
     for axis in ("fsdp", "tensor"):
         for factor in (2, 4, 8, 16):
             yield {"parallel__mesh": written(plan.mesh | {axis: plan.mesh[axis] * factor})}
-
-
-def written(axes: Mapping[str, int]) -> str:
-    """A mesh as --mesh takes it."""
-    return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "1x1"
 
 
 def smallest_change(plan: Plan) -> Plan | None:

@@ -10,9 +10,10 @@ from rich.progress import track
 from jaxdist.config import AXES, STRATEGIES, ConfigError, Experiment
 from jaxdist.config.errors import DoesNotFit
 from jaxdist.config.hardware import USABLE, Hardware
+from jaxdist.config.parallel import written
 from jaxdist.parallel import sharding
 from jaxdist.parallel.sharding import BATCH, SHARDS, TOKENS
-from jaxdist.planner.plans import Plan, changed, written
+from jaxdist.planner.plans import Plan, changed
 from jaxdist.runs.display import console, megabytes
 
 REMATS = ("none", "selective", "full")  # the fastest first

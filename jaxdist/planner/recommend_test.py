@@ -14,9 +14,10 @@ from jaxdist.command_line.arguments import load
 from jaxdist.config import AXES, STRATEGIES, ConfigError
 from jaxdist.config.errors import DoesNotFit
 from jaxdist.config.hardware import USABLE, hardware
+from jaxdist.config.parallel import written
 from jaxdist.conftest import often
 from jaxdist.parallel.sharding import SHARDS, TOKENS
-from jaxdist.planner.plans import Plan, written
+from jaxdist.planner.plans import Plan
 from jaxdist.planner.recommend import COMPARED, REMATS, candidates, none_fits, reasons, recommend
 from jaxdist.planner.time import links
 from jaxdist.runs.display import megabytes

@@ -9,7 +9,8 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from jaxdist.planner.plans import KINDS, Plan, written
+from jaxdist.config.parallel import written
+from jaxdist.planner.plans import KINDS, Plan
 from jaxdist.runs.drawing import STYLE, WIDTH, inline, pages
 
 MOST = 12  # bars of a figure
