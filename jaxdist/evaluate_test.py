@@ -23,7 +23,7 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     """The same loss in any batches and on any mesh, over every token once."""
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x\n" * 100)
-    given = ["--checkpoint", str(straight), "--device", "cpu"]
+    line = ["--checkpoint", str(straight), "--device", "cpu"]
     results = []
     for options in (
         ["--batch", "1"],
@@ -31,7 +31,7 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         ["--batch", "12", "--mesh", "data=4", "--strategy", "ddp"],
         ["--batch", "8", "--mesh", "fsdp=2,context=4"],
     ):
-        evaluate([*given, "--data", str(text), "--json", *options])
+        evaluate([*line, "--data", str(text), "--json", *options])
         results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     for result in results:
         assert result["tokens"] == (text.stat().st_size - 1) // 16 * 16
@@ -42,7 +42,7 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     found = []
     for mesh in ("1x1", "context=4"):
         arguments = ["--tokens", str(tmp_path / "tokens.npy"), "--logits", str(tmp_path / "l.npy"), "--mesh", mesh]
-        evaluate([*given, *arguments])
+        evaluate([*line, *arguments])
         found.append(np.load(tmp_path / "l.npy"))
     assert found[0].shape == (4, 16, 256) and found[0].dtype == np.float32
     assert np.linalg.norm(found[0] - found[1]) <= 1e-5 * np.linalg.norm(found[0])
@@ -127,7 +127,7 @@ def test_the_fix_for_tokens_is_followed(
     case: str, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given, mesh, follow, fix = REFUSED_TOKENS[case]
+    values, mesh, follow, fix = REFUSED_TOKENS[case]
 
     def asked(tokens: np.ndarray, mesh: str) -> None:
         np.save("ids.npy", tokens)
@@ -135,9 +135,9 @@ def test_the_fix_for_tokens_is_followed(
         evaluate(["--checkpoint", str(straight), "--device", "cpu", *files, "--mesh", mesh])
 
     with pytest.raises(ConfigError) as error:
-        asked(given, mesh)
+        asked(values, mesh)
     found = re.search(fix, str(error.value))
     assert found, str(error.value)
     other = follow(found)
-    asked(*((given, other) if isinstance(other, str) else (other, mesh)))
+    asked(*((values, other) if isinstance(other, str) else (other, mesh)))
     assert np.load("l.npy").shape[:2] == np.load("ids.npy").shape

@@ -22,8 +22,8 @@ def arguments(command: list[str]) -> Arguments:
     return parse(command[3:], "jaxdist.train", "")
 
 
-def devices(given: Arguments) -> int:
-    return math.prod(given.experiment.parallel.axes(None).values())
+def devices(parsed: Arguments) -> int:
+    return math.prod(parsed.experiment.parallel.axes(None).values())
 
 
 @pytest.mark.parametrize("file", [SLURM, KUBERNETES], ids=lambda file: file.name)
@@ -47,10 +47,10 @@ def test_slurm_queues_a_job_again_that_was_stopped_early(code: int, queued: str,
     assert (asked.read_text() if asked.exists() else "") == queued
 
     flag, *command = shlex.split((tmp_path / "srun.asked").read_text())
-    given = arguments(command)
-    assert flag == "--kill-on-bad-exit=1" and given.resume and given.experiment.train.steps == 7
+    parsed = arguments(command)
+    assert flag == "--kill-on-bad-exit=1" and parsed.resume and parsed.experiment.train.steps == 7
     options = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)=(\S+)", SLURM.read_text()))
-    assert int(options["nodes"]) * int(options["gpus-per-node"]) == devices(given)
+    assert int(options["nodes"]) * int(options["gpus-per-node"]) == devices(parsed)
     assert options["ntasks-per-node"] == "1" and options["signal"].startswith("TERM@")
 
 
@@ -59,9 +59,9 @@ def test_pods_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     service, job = yaml.safe_load_all(KUBERNETES.read_text())
     pod = job["spec"]["template"]
     container = pod["spec"]["containers"][0]
-    given = arguments([*container["command"], *container["args"]])
+    parsed = arguments([*container["command"], *container["args"]])
     processes = job["spec"]["parallelism"]
-    assert given.resume and processes * container["resources"]["limits"]["nvidia.com/gpu"] == devices(given)
+    assert parsed.resume and processes * container["resources"]["limits"]["nvidia.com/gpu"] == devices(parsed)
     assert job["spec"]["completions"] == processes and job["spec"]["completionMode"] == "Indexed"
 
     for name in {n for names in VARIABLES.values() for n in names} & os.environ.keys():

@@ -246,9 +246,9 @@ def test_one_plan_has_one_answer(argv: list[str], tmp_path: Path, capsys: Capsys
 def test_a_recommended_command_is_the_recommended_plan(fields: dict[str, Any], capsys: Capsys) -> None:
     """Holds for configs that split sequences, rematerialize every other block, or keep gathered weights."""
     line = ["--config", "llama-1b", *(text for name, value in fields.items() for text in (f"--{name}", str(value)))]
-    given = load("llama-1b", fields)
-    best, *_ = recommend(given, 8, hardware("h100"))
-    again = printed(capsys, *line, *flags(best.experiment, given).split())
+    loaded = load("llama-1b", fields)
+    best, *_ = recommend(loaded, 8, hardware("h100"))
+    again = printed(capsys, *line, *flags(best.experiment, loaded).split())
     assert (again["step_seconds"], again["memory"]) == (best.time.step, best.memory)
 
 

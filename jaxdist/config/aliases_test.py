@@ -71,9 +71,9 @@ def error_of(function: Callable[..., Any], *inputs: Any, **named: Any) -> str:
 
 def read(parser: Parser, line: list[str], field: str) -> dict[str, Any]:
     """Settings of the command line, accepted as an experiment."""
-    given = {name: value for name, value in vars(parser.parse_args(line)).items() if "." in name}
-    load(None, {f"model.{n}": v for n, v in MODELS.get(field, {}).items()} | given)
-    return given
+    values = {name: value for name, value in vars(parser.parse_args(line)).items() if "." in name}
+    load(None, {f"model.{n}": v for n, v in MODELS.get(field, {}).items()} | values)
+    return values
 
 
 def test_each_flag_is_named_and_the_named_one_is_accepted(parser: Parser) -> None:
@@ -86,8 +86,8 @@ def test_each_flag_is_named_and_the_named_one_is_accepted(parser: Parser) -> Non
             line = found[1].split()
             if len(line) == 1 and line != ["--resume"]:
                 line.append(value)
-            given = read(parser, line, meaning.field)
-            assert list(given) == ([meaning.field] if "." in meaning.field else []), message
+            values = read(parser, line, meaning.field)
+            assert list(values) == ([meaning.field] if "." in meaning.field else []), message
 
 
 def test_each_field_is_named_and_the_named_one_is_accepted() -> None:
@@ -116,8 +116,8 @@ def test_unsupported_flags_are_reported(parser: Parser) -> None:
 
 
 def test_turned_off_flags_are_not_advised_on(parser: Parser) -> None:
-    made = {name: meaning for name, meaning in NAMES.items() if "{}" not in meaning.value}
-    for name, meaning in made.items():
+    literal = {name: meaning for name, meaning in NAMES.items() if "{}" not in meaning.value}
+    for name, meaning in literal.items():
         for no in ("false", "False", "none", "0"):
             message = error_of(parser.parse_args, [f"--{name}", no])
             if meaning.field not in OFF or name == "fp32":

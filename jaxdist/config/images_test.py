@@ -44,8 +44,8 @@ MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32
 )
 def test_fields_that_images_cannot_have(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        made = Experiment.parse({**values, "model": MODEL | values.get("model", {})}, source="test")
-        made.check_mesh(made.parallel.axes())
+        experiment = Experiment.parse({**values, "model": MODEL | values.get("model", {})}, source="test")
+        experiment.check_mesh(experiment.parallel.axes())
 
 
 def test_an_optimizer_says_that_it_is_of_matrices_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,13 +50,13 @@ def is_dotted(name: str) -> bool:
     return all(map(str.isidentifier, name.split(".")))
 
 
-def check_types(given: str, row: Any) -> None:
-    """Raises ConfigError for a field of a dataclass whose value is not of its annotated type; `given` says whose."""
+def check_types(label: str, row: Any) -> None:
+    """Raises ConfigError for a field of a dataclass whose value is not of its annotated type; `label` says whose."""
     for declared in fields(row):
         if not _is_of(value := getattr(row, declared.name), declared.type):
             wanted = declared.type.__name__ if isinstance(declared.type, type) else str(declared.type)
             wanted = re.sub(r"\b(typing|collections\.abc)\.", "", wanted)
-            raise ConfigError(f"{given} {declared.name} = {reprlib.repr(value)}; give a value of the type {wanted}")
+            raise ConfigError(f"{label} {declared.name} = {reprlib.repr(value)}; give a value of the type {wanted}")
 
 
 def _is_of(value: Any, kind: Any) -> bool:

@@ -65,9 +65,9 @@ def error(folder: Path, model: Model, parameters: dict[str, np.ndarray]) -> floa
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     ours = program.logits({name: jnp.asarray(array) for name, array in parameters.items()}, inputs)
     images = model.input_kind == "images"
-    given = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy() if images else inputs.astype(np.int64))
+    batch = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy() if images else inputs.astype(np.int64))
     with torch.no_grad():
-        theirs = read(folder, model)[0].eval()(given).logits.numpy()
+        theirs = read(folder, model)[0].eval()(batch).logits.numpy()
     assert np.array_equal(hf_reference.logits(folder, inputs), theirs)
     assert ours.shape == theirs.shape
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
@@ -77,16 +77,16 @@ def error(folder: Path, model: Model, parameters: dict[str, np.ndarray]) -> floa
 @pytest.mark.parametrize("name", often(ALL, QUICK))
 def test_transformers_reads_written_folders(name: str, tmp_path: Path) -> None:
     model, parameters = ALL[name], drawn(ALL[name])
-    made, report = read(saved(tmp_path / "hf", model, parameters), model)
+    loaded, report = read(saved(tmp_path / "hf", model, parameters), model)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(made).__name__ == name.split()[0] and str(made.dtype) == "torch.float32"
+    assert type(loaded).__name__ == name.split()[0] and str(loaded.dtype) == "torch.float32"
     assert error(tmp_path / "hf", model, parameters) < BOUND
 
 
 def test_a_dtype_that_is_written(tmp_path: Path) -> None:
     model = MODELS["Qwen3ForCausalLM"]
-    made, _ = read(saved(tmp_path / "hf", model, draw(model, ml_dtypes.bfloat16)), model)
-    assert type(made).__name__ == "Qwen3ForCausalLM" and str(made.dtype) == "torch.bfloat16"
+    loaded, _ = read(saved(tmp_path / "hf", model, draw(model, ml_dtypes.bfloat16)), model)
+    assert type(loaded).__name__ == "Qwen3ForCausalLM" and str(loaded.dtype) == "torch.bfloat16"
 
 
 @pytest.mark.long

@@ -247,9 +247,9 @@ def of_a_module(tree: dict[str, Any]) -> None:
 
 
 def with_versions(tensors: dict[str, Any]) -> Any:
-    made: Any = OrderedDict(reversed(tensors.items()))
-    made._metadata = OrderedDict({"": {"version": 1}, "norm": {"version": 2}})
-    return made
+    ordered: Any = OrderedDict(reversed(tensors.items()))
+    ordered._metadata = OrderedDict({"": {"version": 1}, "norm": {"version": 2}})
+    return ordered
 
 
 def counted(tree: Any) -> set[Any]:

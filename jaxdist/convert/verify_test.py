@@ -251,8 +251,8 @@ class TestLogits:
     ) -> None:
         right = transformers.AutoModelForCausalLM.from_pretrained
 
-        def missing(*given: Any, **how: Any) -> Any:
-            model, report = right(*given, **how)
+        def missing(*arguments: Any, **how: Any) -> Any:
+            model, report = right(*arguments, **how)
             return model, {**report, "missing_keys": ["model.norm.weight"]}
 
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", missing)

@@ -209,12 +209,12 @@ FIXES: dict[str, tuple[Callable[[Path], Path], Fields, str, Callable[[Path, str]
 
 @pytest.mark.parametrize("name", FIXES)
 def test_each_fix_is_followed_and_the_data_are_read(tmp_path: Path, name: str) -> None:
-    make, given, fix, follow = FIXES[name]
+    make, values, fix, follow = FIXES[name]
     path = make(tmp_path)
     with pytest.raises(ConfigError, match=fix) as raised:
-        opened(path, **given)
+        opened(path, **values)
     done = follow(path, str(raised.value))
-    found = opened(done if isinstance(done, Path) else path, **given | (done if isinstance(done, dict) else {}))
+    found = opened(done if isinstance(done, Path) else path, **values | (done if isinstance(done, dict) else {}))
     assert found.sequences("train") >= 1
     if "numpy.fromfile" in str(raised.value):
         assert isinstance(found, Sequences)

@@ -63,7 +63,7 @@ def test_a_type_that_is_believed_reads_zeros_and_halves(tmp_path: Path, monkeypa
     """Shows why the content is inspected."""
     np.arange(60_000, 70_000, dtype=np.uint32).tofile(tmp_path / "a.bin")
     monkeypatch.setattr(ids, "width", lambda content, size, vocab: "uint16")
-    monkeypatch.setattr(ids, "_check_complete", lambda *given: None)
+    monkeypatch.setattr(ids, "_check_complete", lambda *arguments: None)
     assert len(read(tmp_path / "a.bin", 65_536)) == 20_000
 
 

@@ -104,12 +104,12 @@ class HFReference(NamedTuple):
 @pytest.fixture(scope="module")
 def hf_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HFReference]:
     """The reference of a case, made once."""
-    made: dict[str, HFReference] = {}
+    references: dict[str, HFReference] = {}
 
     def make(case: str) -> HFReference:
-        if case not in made:
-            made[case] = _hf_reference(*CASES[case], tmp_path_factory.mktemp("hf"))
-        return made[case]
+        if case not in references:
+            references[case] = _hf_reference(*CASES[case], tmp_path_factory.mktemp("hf"))
+        return references[case]
 
     return make
 
@@ -164,13 +164,13 @@ def balance(hf_reference: HFReference) -> float:
 
 def test_load_balance(hf_reference: Callable[[str], HFReference], monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' load_balancing_loss_func, over all blocks and tokens at once."""
-    made = hf_reference("qwen3_moe")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager")
+    reference = hf_reference("qwen3_moe")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(reference.folder, attn_implementation="eager")
     with torch.no_grad():
         expected = theirs(torch.tensor(TOKENS, dtype=torch.long), output_router_logits=True).aux_loss
-    assert balance(made) == pytest.approx(float(expected), rel=BOUND)
+    assert balance(reference) == pytest.approx(float(expected), rel=BOUND)
     monkeypatch.setattr(Parallel, "sum_over_tokens", lambda self, sums: sums)  # planted: each row separately
-    assert balance(made) != pytest.approx(float(expected), rel=1e-3)
+    assert balance(reference) != pytest.approx(float(expected), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +245,12 @@ def test_every_gelu_of_transformers_is_decided(name: str) -> None:
         return
     ours = gpt2.exact_gelu if from_settings(settings)["gelu"] == "exact" else partial(_gelu, approximate=True)
     x = np.linspace(-6, 6, 1001, dtype=np.float32)
-    given = torch.tensor(x, requires_grad=True)
-    right = transformers.activations.ACT2FN[name](given)
+    inputs = torch.tensor(x, requires_grad=True)
+    right = transformers.activations.ACT2FN[name](inputs)
     right.sum().backward()
     slope = jax.grad(lambda x: ours(x).sum())(jnp.asarray(x))
     np.testing.assert_allclose(ours(jnp.asarray(x)), right.detach().numpy(), atol=1e-6)
-    np.testing.assert_allclose(slope, given.grad.numpy(), atol=1e-5)
+    np.testing.assert_allclose(slope, inputs.grad.numpy(), atol=1e-5)
     assert np.abs(np.asarray(_gelu(x, approximate=ours is gpt2.exact_gelu)) - right.detach().numpy()).max() > 1e-4
 
 

@@ -158,8 +158,8 @@ def test_keys_that_are_not_known_are_reported() -> None:
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_without_router_logits_there_is_no_balance_loss(model_type: str) -> None:
     """False is transformers' default; converts both ways."""
-    for given, balance in (({"output_router_logits": True}, 0.02), ({"output_router_logits": False}, 0.0), ({}, 0.0)):
-        settings = {n: v for n, v in of(model_type).items() if n != "output_router_logits"} | given
+    for keys, balance in (({"output_router_logits": True}, 0.02), ({"output_router_logits": False}, 0.0), ({}, 0.0)):
+        settings = {n: v for n, v in of(model_type).items() if n != "output_router_logits"} | keys
         assert from_settings(settings | {"router_aux_loss_coef": 0.02})["balance"] == balance
         (line,) = [*notes_on(settings | {"router_aux_loss_coef": 0.02}), ""][:1]
         assert line.startswith("output_router_logits = false") == (not balance)

@@ -87,12 +87,12 @@ class _Guarded:
 
         def call(*arguments: Any, **options: Any) -> Any:
             with running(KINDS, self._kind, name):
-                made = found(*arguments, **options)
-            if made is None and name in ("read_content", "described"):
+                result = found(*arguments, **options)
+            if result is None and name in ("read_content", "described"):
                 raise ConfigError(f"{row}: {name} of its module returns None; return what it read")
             if name == "write" and not arguments[0].exists():
                 raise ConfigError(f"{row}: write of its module wrote no file or folder; write it to its argument path")
-            return made
+            return result
 
         return call
 

@@ -57,8 +57,8 @@ def test_files_and_dtype_of_a_folder(dtypes: list[type], right: str, tmp_path: P
 def test_a_run_from_a_run_keeps_its_origin(tmp_path: Path) -> None:
     source = folder(tmp_path / "hf", np.float32)
     first = saved(run(tmp_path / "a", source), 3)
-    for given in (first, first / "checkpoints/3"):
-        assert companion_files(given) == companion_files(source)._replace(left=())  # type: ignore[union-attr]
+    for path in (first, first / "checkpoints/3"):
+        assert companion_files(path) == companion_files(source)._replace(left=())  # type: ignore[union-attr]
     second = run(tmp_path / "b", first)
     assert (second / "origin/files/tokenizer.json").read_text() == "{}"
     assert companion_files(saved(tmp_path / "none", 1)) is None and companion_files(None) is None

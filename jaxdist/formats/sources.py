@@ -144,13 +144,13 @@ def found_as(kind: str, path: Path, reader: Reader) -> Found:
     found: Found = function(KINDS, kind, "find", "reading it", Found)(path, reader)
     if KINDS.built_in(kind):
         return found
-    given = f"{named(KINDS, kind)}: find returns a Found with"
+    label = f"{named(KINDS, kind)}: find returns a Found with"
     leaves = {
-        str(name): checked(leaf, Leaf, f"{given} leaves[{name!r}] =")
-        for name, leaf in checked(found.leaves, Mapping, f"{given} leaves =").items()
+        str(name): checked(leaf, Leaf, f"{label} leaves[{name!r}] =")
+        for name, leaf in checked(found.leaves, Mapping, f"{label} leaves =").items()
     }
     if found.experiment is not None:
-        checked(found.experiment, Experiment, f"{given} experiment =")
+        checked(found.experiment, Experiment, f"{label} experiment =")
     return replace(found, leaves={name: replace(leaf, read=_guarded(kind, leaf)) for name, leaf in leaves.items()})
 
 

@@ -152,12 +152,12 @@ def test_another_protocol(old: bool, tmp_path: Path) -> None:
 def optimizer(name: str, lines: list[Any]) -> Any:
     """torch's optimizer of that name after a few steps."""
     kind = getattr(torch.optim, name)
-    made = kind(lines, lr=0.1)
+    instance = kind(lines, lr=0.1)
     for _ in range(3):
         for line in lines:
             line.grad = torch.ones_like(line)
-        made.step(lambda: torch.tensor(1.0)) if name == "LBFGS" else made.step()
-    return made
+        instance.step(lambda: torch.tensor(1.0)) if name == "LBFGS" else instance.step()
+    return instance
 
 
 SAVED: dict[str, Any] = {
@@ -208,12 +208,12 @@ OPTIMIZERS = [name for name in dir(torch.optim) if isinstance(getattr(torch.opti
 @pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"Optimizer", "SparseAdam"}))
 def test_optimizers_of_torch(name: str, tmp_path: Path) -> None:
     lines = [torch.nn.Parameter(torch.randn(2, 3)) for _ in range(40)]
-    made = optimizer(name, lines)
+    instance = optimizer(name, lines)
     schedulers = [
-        torch.optim.lr_scheduler.OneCycleLR(made, 1.0, 50) if "momentum" in made.defaults else None,
-        torch.optim.lr_scheduler.ReduceLROnPlateau(made),
-        torch.optim.lr_scheduler.MultiStepLR(made, [3, 3, 5]),
+        torch.optim.lr_scheduler.OneCycleLR(instance, 1.0, 50) if "momentum" in instance.defaults else None,
+        torch.optim.lr_scheduler.ReduceLROnPlateau(instance),
+        torch.optim.lr_scheduler.MultiStepLR(instance, [3, 3, 5]),
     ]
-    saved = [made.state_dict(), [scheduler.state_dict() for scheduler in schedulers if scheduler]]
+    saved = [instance.state_dict(), [scheduler.state_dict() for scheduler in schedulers if scheduler]]
     torch.save(saved, tmp_path / "a.pt")
     same(torch_files.load(tmp_path / "a.pt", mapped=True), saved)

@@ -140,18 +140,18 @@ def test_layers_are_in_the_order_of_stages() -> None:
 def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
     """A checkpoint has the layers in order: 3 interleaved steps and 3 on another mesh equal 6 on one device."""
     first, second, alone = program(**STAGES["interleaved"]), program(parallel={"mesh": "fsdp=2"}), program()
-    given = batches(first.experiment, 6)
+    data = batches(first.experiment, 6)
     state = first.initialize()
-    for batch in given[:3]:
+    for batch in data[:3]:
         state, _ = first.step(state, first.placement.put(batch))
     with Checkpoints(tmp_path, Checkpoint()) as checkpoints:
         checkpoints.save(3, first.experiment, first.placement.to_checkpoint_order(state))
         checkpoints.wait()
         state = second.placement.to_device_order(checkpoints.restore(3, second.abstract))
-    for batch in given[3:]:
+    for batch in data[3:]:
         state, values = second.step(state, second.placement.put(batch))
     other = alone.initialize()
-    for batch in given:
+    for batch in data:
         other, expected = alone.step(other, alone.placement.put(batch))
     assert float(values["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-12)
     for name, w in other.parameters.items():

@@ -192,9 +192,9 @@ def test_refused_resumes(run: Path, tmp_path: Path) -> None:
         parsed("--resume", str(run), "--output", str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="--resume needs the folder of the run to continue with; give --resume DIR"):
         parsed("--resume")
-    given = parsed("--config", "default", "--output", str(run), "--resume", "--data.shuffle", "false")
+    arguments = parsed("--config", "default", "--output", str(run), "--resume", "--data.shuffle", "false")
     with pytest.raises(ConfigError) as error:  # a given config takes effect
-        RunFolder(run, given.experiment, resume=True)
+        RunFolder(run, arguments.experiment, resume=True)
     message = str(error.value)
     assert "data.shuffle = True, not False and" in message and "model.layers = 2, not 4" in message
     flags = message.partition("resume it with ")[2].partition(", or give")[0].split()

@@ -186,7 +186,7 @@ def mesh_or_message(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setattr(jax.config, "update", lambda *_: None)  # would affect the whole process
         monkeypatch.setattr(mesh, "shares", lambda found, size: found[: size * count])
         monkeypatch.setattr(mesh, "lay_out", lambda axes, taken: None)
-        monkeypatch.setattr(mesh, "describe", lambda made: "")
+        monkeypatch.setattr(mesh, "describe", lambda found: "")
         try:
             mesh.make_mesh(
                 Experiment.parse({"parallel": parallel, "train": {"batch": 24}}, source="here"),
@@ -201,13 +201,13 @@ def mesh_or_message(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 @pytest.mark.parametrize("axis", ["fsdp", "data"])
 def test_a_mesh_that_the_devices_cannot_form(axis: str, mesh_or_message: Callable[..., str]) -> None:
-    given = {"mesh": f"{axis}=8", "strategy": "fsdp" if axis == "fsdp" else "ddp"}
-    message = mesh_or_message(given, count=3, gpus=0)
+    settings = {"mesh": f"{axis}=8", "strategy": "fsdp" if axis == "fsdp" else "ddp"}
+    message = mesh_or_message(settings, count=3, gpus=0)
     assert message.endswith("cannot share equally; start 1")
-    assert not mesh_or_message(given, count=1, gpus=0)
-    message = mesh_or_message(given, count=1, gpus=4)
+    assert not mesh_or_message(settings, count=1, gpus=0)
+    message = mesh_or_message(settings, count=1, gpus=4)
     assert message.endswith(f"there are 4 GPUs; use --mesh {axis}=4 or --device cpu")
-    assert not mesh_or_message(given | {"mesh": f"{axis}=4"}, count=1, gpus=4)
+    assert not mesh_or_message(settings | {"mesh": f"{axis}=4"}, count=1, gpus=4)
 
 
 def test_every_fix_is_followed() -> None:

@@ -29,7 +29,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def given(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, str]) -> Launch | None:
+def launch_under(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, str]) -> Launch | None:
     for setting in settings:
         for name, value in setting.items():
             monkeypatch.setenv(name, value)
@@ -51,13 +51,13 @@ def given(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, str]) -> Launch 
 def test_launchers_are_known_by_their_variables(
     environment: dict[str, str], found: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert given(monkeypatch, environment) == found
+    assert launch_under(monkeypatch, environment) == found
 
 
 def test_jax_asks_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = ("train-0.pods:55527", 4, 2, None)
     monkeypatch.setattr(compat, "cluster", lambda _: answer)
-    assert given(monkeypatch, POD) is None  # may be a run of its own, if JAX cannot ask
+    assert launch_under(monkeypatch, POD) is None  # may be a run of its own, if JAX cannot ask
     monkeypatch.setattr(launcher, "find_spec", lambda _: True)
     assert launched() == Launch("Kubernetes", 4, 2, 0, ("train-0.pods", 55527))
 
@@ -71,7 +71,7 @@ def test_jax_asks_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_one_process_is_alone(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert given(monkeypatch, environment) is None
+    assert launch_under(monkeypatch, environment) is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_inconsistent_variables_are_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
-        launch = given(monkeypatch, environment)
+        launch = launch_under(monkeypatch, environment)
         refusal = launch.refusal if launch else ""  # reported by the first process
     except ConfigError as error:
         refusal = str(error)

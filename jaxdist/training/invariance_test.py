@@ -105,15 +105,15 @@ def taken(case: Case) -> Step:
 def case_of(family: str, **model: Any) -> Case:
     """A batch of 4 sequences of 8 times, all but the first ending in padding, with inputs below 24."""
     random = np.random.default_rng(0)
-    given = FAMILIES[family] | model
+    fields = FAMILIES[family] | model
     if family == "resnet":
         batch: Any = Images(random.random((4, 8, 8, 1), np.float32), random.integers(0, 10, 4, np.int32))
-        sections: dict[str, Any] = {"model": given, "train": {"batch": 4}}
+        sections: dict[str, Any] = {"model": fields, "train": {"batch": 4}}
     else:
         tokens, targets = (random.integers(1, high, (4, 8), np.int32) for high in (24, 32))
         padding = np.arange(8) >= np.array([8, 2, 5, 6])[:, None]
         batch = Batch(np.where(padding, 0, tokens), np.where(padding, IGNORED, targets))
-        sections = {"model": given, "data": {"sequence": 8}, "train": {"batch": 4}}
+        sections = {"model": fields, "data": {"sequence": 8}, "train": {"batch": 4}}
     param_specs = program_of(json.dumps(sections)).param_specs
     weights = {
         name: np.full(of.shape, of.mean, np.float64 if of.shape else np.int32)

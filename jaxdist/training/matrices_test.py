@@ -73,8 +73,8 @@ def test_orthogonal() -> None:
     """Singular values come near 1; vectors stay unchanged, as in torch.optim.Muon."""
     x = np.random.default_rng(0).normal(size=(2, 5, 3))
     with jax.enable_x64(True):
-        made = np.asarray(orthogonal(jnp.asarray(x), 5))
-    for before, after in zip(x, made, strict=True):
+        found = np.asarray(orthogonal(jnp.asarray(x), 5))
+    for before, after in zip(x, found, strict=True):
         u, _, v = np.linalg.svd(before, full_matrices=False)
         values = np.diag(u.T @ after @ v.T)
         assert 0.6 < values.min() <= values.max() < 1.3

@@ -118,8 +118,8 @@ def test_it_is_on_the_host_between_steps(offload: str, batches: Any) -> None:
     state = p.initialize()
     for batch in batches(p.experiment, 2):
         assert [kinds(state.parameters), kinds(state.optimizer)] == expected
-        given, (state, _) = state, p.step(state, p.placement.put(batch))
-        assert all(array.is_deleted() for array in jax.tree.leaves(given))  # donated
+        before, (state, _) = state, p.step(state, p.placement.put(batch))
+        assert all(array.is_deleted() for array in jax.tree.leaves(before))  # donated
     traced = p.step.trace(p.abstract, p.abstract_batch)
     found = metrics.memory(p, traced, traced.lower().compile(), state)
     moments = bytes_on_device(state.optimizer) - 2 * 4  # step counts stay on the device

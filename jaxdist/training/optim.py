@@ -164,15 +164,15 @@ def rule_of(o: Optimizer) -> Rule:
     found: Rule = function(OPTIMIZERS, o.name, "rule", "training in JAX", tuple)
 
     def checked(o: Optimizer, g: jax.Array, before: Arrays, step: UpdateStep, param: ShardedParam) -> Any:
-        made: Any = found(o, g, before, step, param)
-        update, *state = map(_described, made)
+        result: Any = found(o, g, before, step, param)
+        update, *state = map(_described, result)
         if state != [wanted := _described(before)] or update.partition("[")[2] != _described(g).partition("[")[2]:
             raise ConfigError(
                 f"{named(OPTIMIZERS, o.name)}: rule returns {', '.join([update, *state])} for the gradient "
                 f"{_described(g)} and the state {wanted}; return (update, state), an update of this shape and the same "
                 "arrays of state, as step.select(new, old) makes them"
             )
-        return made
+        return result
 
     return found if OPTIMIZERS.built_in(o.name) else checked
 

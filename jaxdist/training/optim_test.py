@@ -161,15 +161,15 @@ def muon(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: floa
         return adamw(o, w, g, s, t, rate, decay)
     s["momentum_buffer"] = o.momentum * s["momentum_buffer"] + (1 - o.momentum) * g
     along = (1 - o.momentum) * g + o.momentum * s["momentum_buffer"] if o.nesterov else s["momentum_buffer"]
-    made = np.empty_like(w)
+    update = np.empty_like(w)
     for layer, x in enumerate(along):
         x = x.T / np.linalg.norm(x)  # [O, I] as in torch
         for _ in range(o.ns_steps):
             x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
-        made[layer] = x.T
+        update[layer] = x.T
     inputs, outputs = w.shape[1:]
     factor = np.sqrt(max(1, outputs / inputs)) if o.adjust_lr_fn == "original" else 0.2 * np.sqrt(max(inputs, outputs))
-    return w * (1 - rate * decay) - rate * factor * made
+    return w * (1 - rate * decay) - rate * factor * update
 
 
 FORMULAS: dict[str, Any] = {

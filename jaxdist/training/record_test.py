@@ -63,10 +63,10 @@ def test_a_record_is_the_same_on_every_mesh(batches: Any, mesh: str, sections: d
 
 def test_a_record_is_of_the_step_that_trains(batches: Any) -> None:
     """Loss, norm, weights and moments equal the compiled step's; another clip fails."""
-    made = program("2x4", memory={"remat": "selective"}, train={"accumulation": 2})
-    record = recorded(made, batches)
+    p = program("2x4", memory={"remat": "selective"}, train={"accumulation": 2})
+    record = recorded(p, batches)
     with jax.enable_x64(True):
-        state, metrics = made.step(made.initialize(), batches(made.experiment, 1)[0])
+        state, metrics = p.step(p.initialize(), batches(p.experiment, 1)[0])
     np.testing.assert_allclose(record["scalar/loss"], float(metrics["loss"]), rtol=1e-12)
     np.testing.assert_allclose(record["scalar/grad_norm"], float(metrics["grad_norm"]), rtol=1e-12)
     for name, w in state.parameters.items():
@@ -77,16 +77,16 @@ def test_a_record_is_of_the_step_that_trains(batches: Any) -> None:
 
 def test_activation_gradients_are_derivatives(batches: Any) -> None:
     """The gradient of v_proj's output, summed over tokens, is the gradient of its bias."""
-    made = program("1x1")
-    record = recorded(made, batches)
+    p = program("1x1")
+    record = recorded(p, batches)
     bias = record["activation_gradient/layers.1.attention.v_proj"].sum((0, 1))
     np.testing.assert_allclose(bias, record["gradient/layers.attention.v_proj.bias"][1], rtol=1e-10)
 
 
 def test_gradients_alone(batches: Any) -> None:
-    made = program("1x1")
-    fewer = Experiment.parse(made.experiment.model_dump() | {"record": {"steps": [1]}}, source="test")
-    record = recorded(replace(made, experiment=fewer), batches)
+    p = program("1x1")
+    fewer = Experiment.parse(p.experiment.model_dump() | {"record": {"steps": [1]}}, source="test")
+    record = recorded(replace(p, experiment=fewer), batches)
     assert {name.partition("/")[0] for name in record} == {"scalar", "gradient"}
 
 

@@ -66,8 +66,8 @@ def tied() -> nn.Module:
 
 def tied_in_jax() -> Fields:
     """One kernel for two layers, as in a user's function."""
-    given = square().jax_parameters["params"]
-    parameters = {"up": given["Dense_0"], "bias": given["Dense_1"]["bias"]}
+    tree = square().jax_parameters["params"]
+    parameters = {"up": tree["Dense_0"], "bias": tree["Dense_1"]["bias"]}
     rows = [Row("up.kernel", "0.weight", "transpose"), Row("up.bias", "0.bias"), Row("bias", "2.bias")]
     down = lambda p: {"kernel": p["up"]["kernel"], "bias": p["bias"]}  # noqa: E731
     loss = lambda p, b: plain({"up": p["up"], "down": down(p)}, b)  # noqa: E731
@@ -160,11 +160,11 @@ OTHERS = [
 def refusal(make: Callable[..., Port], fields: Fields, checked_alone: bool = False) -> str:
     """Message that a port gives when checked or by the end of a first step in torch; empty without one."""
     try:
-        made = make(**fields)
-        made.check()
+        port = make(**fields)
+        port.check()
         if not checked_alone:
-            _ = made.modules
-            made.torch_side("float32", None).step(made.batches[0])
+            _ = port.modules
+            port.torch_side("float32", None).step(port.batches[0])
     except ConfigError as error:
         return str(error)
     return ""
@@ -184,19 +184,19 @@ def test_a_model_in_our_sharding(wrong: Fields, fix: str, rights: Sequence[Field
 
 def test_fields_of_batches_are_named_in_sharded() -> None:
     assert refusal(opt, {"batches": IMAGES}, checked_alone=True).endswith("; name it in Sharded")
-    given = opt().sharded
-    assert given is not None
-    named = {"batches": IMAGES, "sharded": Sharded(given.model, inputs="images")}
+    model = opt().sharded
+    assert model is not None
+    named = {"batches": IMAGES, "sharded": Sharded(model.model, inputs="images")}
     assert not refusal(opt, named, checked_alone=True)
 
 
 def test_weights_are_those_of_shardeds_model() -> None:
-    given = opt()
-    assert given.sharded is not None
-    cut = given.jax_parameters | {"norm.scale": np.ones(4)}
+    port = opt()
+    assert port.sharded is not None
+    cut = port.jax_parameters | {"norm.scale": np.ones(4)}
     with pytest.raises(ConfigError, match=r"jax_parameters: norm\.scale .*; give the same$"):
-        given.sharded.check(cut, given.batches, given.optimizer)
-    given.sharded.check(given.sharded.parameters(), given.batches, given.optimizer)
+        port.sharded.check(cut, port.batches, port.optimizer)
+    port.sharded.check(port.sharded.parameters(), port.batches, port.optimizer)
 
 
 def test_a_parameter_is_declared() -> None:

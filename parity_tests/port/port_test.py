@@ -325,8 +325,8 @@ class TestPlain:
     """A JAX function and a tree of arrays."""
 
     def port(self, transform: str = "transpose") -> Port:
-        given = square().jax_parameters["params"]
-        parameters = {"up": given["Dense_0"], "down": given["Dense_1"]}
+        tree = square().jax_parameters["params"]
+        parameters = {"up": tree["Dense_0"], "down": tree["Dense_1"]}
         leaves = (("kernel", "weight", "transpose"), ("bias", "bias", "same"))
         rows = [Row(f"{name}.{a}", f"{2 * i}.{b}", t) for i, name in enumerate(parameters) for a, b, t in leaves]
         rows[2] = rows[2]._replace(transform=transform)

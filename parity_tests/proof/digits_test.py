@@ -166,8 +166,8 @@ def evidence_of(theirs: Finished, ours: Finished) -> Evidence:
 def test_weights_that_rounding_did_not_let_move_are_not_narrow(runs: Any) -> None:
     """A bfloat16 checkpoint may train at a learning rate below float32's resolution."""
     ours = runs(Recorded, "fp64")
-    given = changed(ours, in_dtype(ml_dtypes.bfloat16, np.float64), "weights/")
-    moved = changed(given, lambda w: w * (1 + 1e-12), "weights/")
-    still = changed(given, in_dtype(np.float32, np.float32), *ALL)
+    narrowed = changed(ours, in_dtype(ml_dtypes.bfloat16, np.float64), "weights/")
+    moved = changed(narrowed, lambda w: w * (1 + 1e-12), "weights/")
+    still = changed(narrowed, in_dtype(np.float32, np.float32), *ALL)
     single = replace(still, experiment=runs(Float32, "fp32").experiment)
     assert not evidence_of(single, moved).recorded

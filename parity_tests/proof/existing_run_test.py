@@ -9,7 +9,7 @@ import pytest
 from parity_tests.proof import levels
 from parity_tests.proof.caveats import OTHERS
 from parity_tests.proof.proof import Proof
-from parity_tests.proof.proof_test import BF16, ONE, TORCH, TWO, asked, experiment, judged, made, mesh_of
+from parity_tests.proof.proof_test import BF16, ONE, TORCH, TWO, asked, experiment, fake_run, judged, mesh_of
 from parity_tests.runs.run import JAX
 
 
@@ -21,15 +21,15 @@ def against(
     ours: float = 1e-7,
     **sections: Any,
 ) -> Proof:
-    theirs = made("run mine", off, steps)
+    theirs = fake_run("run mine", off, steps)
     theirs.__dict__["experiment"] = experiment(precision={"policy": policy}, **sections)
     found = Proof.against(theirs, theirs.experiment, tmp_path)
     vars(found).update(mesh_of=mesh_of, started={"weights/w": np.zeros(50)})
     for kind in found.kinds:
         mesh = TWO if kind == "mesh" else ONE
-        found.done[JAX, kind] = made(JAX, ours if kind == "policy" else 0.0, steps, mesh=mesh)
+        found.done[JAX, kind] = fake_run(JAX, ours if kind == "policy" else 0.0, steps, mesh=mesh)
     if policy == "fp64":
-        found.done[JAX, "policy"] = made(JAX, steps=steps)
+        found.done[JAX, "policy"] = fake_run(JAX, steps=steps)
     return found
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_hardly_trained_is_left_open(tmp_path: Path) -> None:
     found.__dict__["started"] = {"weights/w": np.linspace(1, 2, 50) * (1 + 1e-3)}
     assert found.verdict().word == "undecided" and "moved the weights so little" in found.verdict().open["precision"]
     assert against(tmp_path, "fp64").verdict().word == "equivalent"
-    found.done["run mine", "policy"] = made("run mine", 1e-3, ())
+    found.done["run mine", "policy"] = fake_run("run mine", 1e-3, ())
     assert found.verdict().word == "not_equivalent"
 
 
@@ -82,14 +82,14 @@ def test_a_float32_policy_that_training_amplified_is_left_open(tmp_path: Path) -
     judged(proof)
     for cost, word in ((1e-2, "undecided"), (1e-5, "equivalent")):
         for side in proof.sides:
-            proof.done[side, "policy"] = made(side, cost)
+            proof.done[side, "policy"] = fake_run(side, cost)
         assert proof.verdict().word == word
     assert judged(asked(tmp_path, precision=BF16), jaxdist_policy=1e-2, torch_ref_policy=1e-2).word == "equivalent"
 
 
 def test_the_sentence_names_what_was_not_compared(tmp_path: Path) -> None:
     found = against(tmp_path)
-    found.done |= {(JAX, kind): made(JAX, 1e-3, ()) for kind in OTHERS}
+    found.done |= {(JAX, kind): fake_run(JAX, 1e-3, ()) for kind in OTHERS}
     theirs = found.done["run mine", "policy"]
     theirs.summary.clear()
     verdict = found.verdict()
@@ -116,7 +116,7 @@ def test_the_sentence_names_what_float32_hides(tmp_path: Path, kind: str) -> Non
     found = against(tmp_path)
     limit = 2 * levels.DRIFT * 1e-7
     for moved, hidden in ((0.9 * limit, True), (1.1 * limit, False)):
-        found.done[JAX, kind] = made(JAX, moved, ())
+        found.done[JAX, kind] = fake_run(JAX, moved, ())
         assert (field in found.verdict().not_compared) is hidden
     assert OTHERS.keys().isdisjoint(against(tmp_path, "fp64").kinds) and OTHERS.keys().isdisjoint(asked(tmp_path).kinds)
     wanted = found.experiment.model_dump()[OTHERS[kind]][kind] / 10
@@ -136,7 +136,7 @@ def test_a_mesh_of_one_device_is_reported(tmp_path: Path) -> None:
     assert not any(note.startswith("distribution") for note in judged(proof).notes)
     # transformers splits the batch alone, unlike the mesh.
     vars(proof)["mesh_of"] = lambda side, kind, devices: TWO if (side, kind) == (ours, "mesh") else ONE
-    proof.done[theirs, "mesh"] = made(theirs)
+    proof.done[theirs, "mesh"] = fake_run(theirs)
     verdict = proof.verdict()
     assert message.format(theirs) in verdict.notes
     assert {check.about for check in verdict.checks if check.level == "distribution" and check.about} == {
@@ -160,9 +160,9 @@ def test_a_run_on_another_mesh_than_was_asked_for(tmp_path: Path) -> None:
 
 def test_the_mesh_that_is_asked_for(tmp_path: Path) -> None:
     """transformers' has the axes that split the batch; a size left open is the run's."""
-    given = {"parallel": {"mesh": "data=2,fsdp=2,tensor=2"}}
-    proof = asked(tmp_path, **given)
-    theirs = Proof.of(experiment(**given), tmp_path, reference="transformers")
+    sections = {"parallel": {"mesh": "data=2,fsdp=2,tensor=2"}}
+    proof = asked(tmp_path, **sections)
+    theirs = Proof.of(experiment(**sections), tmp_path, reference="transformers")
     assert {n: k for n, k in proof.mesh_of(TORCH, "policy", 8).items() if k > 1} == {"data": 2, "fsdp": 2, "tensor": 2}
     assert {n: k for n, k in theirs.mesh_of("transformers", "mesh", 4).items() if k > 1} == {"data": 2, "fsdp": 2}
     assert set(proof.mesh_of(JAX, "one", 1).values()) == {1}

@@ -34,7 +34,7 @@ def experiment(**sections: Any) -> Experiment:
 FIGURES = {"arithmetic": {"rsqrt": "float64"}, "schedule": {"1": 0.1}}
 
 
-def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1, 2, 5), **summary: Any) -> Run:
+def fake_run(side: str, off: float = 0.0, steps: tuple[int, ...] = (1, 2, 5), **summary: Any) -> Run:
     """A run whose numbers all have the relative error `off`."""
     run, tensor = Run(side, Path("nowhere")), np.linspace(1, 2, 50) * (1 + off)
     records = {step: {"gradient/w": tensor} for step in steps}
@@ -60,7 +60,7 @@ def judged(asked: Proof, **off: float) -> Verdict:
     for side, kind in asked.needed():
         cost = 1e-3 if kind in ("policy", "reordered") and asked.noisy else 0.0
         mesh = TWO if kind == "mesh" else ONE
-        asked.done[side, kind] = made(side, off.get(f"{side}_{kind}", cost), mesh=mesh)
+        asked.done[side, kind] = fake_run(side, off.get(f"{side}_{kind}", cost), mesh=mesh)
     return asked.verdict()
 
 
@@ -164,9 +164,9 @@ def test_a_parameter_with_a_zero_gradient_passes(tmp_path: Path) -> None:
 
 def test_no_peak_is_expected_from_transformers(tmp_path: Path) -> None:
     """Its runs do not measure the peak, so nothing checks it."""
-    ours, theirs = made(JAX), made("transformers", memory=MEMORY | {"peak": None})
+    ours, theirs = fake_run(JAX), fake_run("transformers", memory=MEMORY | {"peak": None})
     assert list(theirs.lacking([1, 2, 5])) == [] == list(ours.lacking([1, 2, 5]))
-    assert list(made(TORCH, memory=MEMORY | {"peak": 0}).lacking([])) == ["peak of memory"]
+    assert list(fake_run(TORCH, memory=MEMORY | {"peak": 0}).lacking([])) == ["peak of memory"]
 
 
 def test_a_record_that_runs_of_ours_lack_leaves_it_open(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_value_that_is_not_finite_fails(tmp_path: Path, value: str) -> None:
     """A step without gradients to compare is checked too."""
     proof = asked(tmp_path, precision=BF16)
     assert judged(proof).word == "equivalent"
-    wrong = made(TORCH, 1e-3, steps=(1, 2, 4, 5))
+    wrong = fake_run(TORCH, 1e-3, steps=(1, 2, 4, 5))
     metrics = [
         record | ({"grad_norm": np.nan} if value.startswith("grad_norm") and record["step"] == 5 else {})
         for record in wrong.metrics

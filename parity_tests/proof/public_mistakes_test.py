@@ -52,8 +52,8 @@ class PaddingTrained(Small):
 
 class NotCausal(Small):
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        def everywhere(*given: Any) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in given[:3])
+        def everywhere(*arguments: Any) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in arguments[:3])
             return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
         with patch("torch_ref.families.llama.attend", everywhere):
@@ -74,8 +74,8 @@ class Rope(Small):
     """A base of 500000 where the config has 10000."""
 
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        def other(config: Any, *given: Any, **more: Any) -> Any:
-            return rotary(config.model_copy(update={"rope_theta": 500000.0}), *given, **more)
+        def other(config: Any, *arguments: Any, **more: Any) -> Any:
+            return rotary(config.model_copy(update={"rope_theta": 500000.0}), *arguments, **more)
 
         with patch("torch_ref.families.llama.rotary", other):
             return super().loss(model, tokens, targets)

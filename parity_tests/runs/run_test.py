@@ -119,7 +119,7 @@ def test_names_that_are_not_the_models(tmp_path: Path) -> None:
     right = names.as_torch({name: np.ones(spec.shape, np.float32) for name, spec in param_specs.items()})
     theirs = {f"model.layers.{i}.self_attn.q_proj.weight": np.ones((4, 4 + i)) for i in range(2)}
 
-    def made(weights: dict[str, np.ndarray]) -> Run:
+    def run_with(weights: dict[str, np.ndarray]) -> Run:
         experiment = Experiment.parse({"train": {"steps": STEPS}, "model": small}, source="test")
         kept = RunFolder(tmp_path / str(len(list(tmp_path.iterdir()))), experiment)
         kept.create(experiment)
@@ -127,7 +127,7 @@ def test_names_that_are_not_the_models(tmp_path: Path) -> None:
         return Run("mine", kept.path)
 
     for prefix in ("", "module.", "_orig_mod.", "_fsdp_wrapped_module."):
-        made({prefix + name: w for name, w in right.items()}).check_names()
+        run_with({prefix + name: w for name, w in right.items()}).check_names()
     for weights, message in (
         (right | {"more.weight": np.ones(2)}, r"weights at the end: tensor more.weight is \(2,\) there, and absent"),
         (right | {"norm.weight": np.ones(3)}, r"tensor norm.weight is \(3,\) there, and \(4,\) in the model"),
@@ -136,7 +136,7 @@ def test_names_that_are_not_the_models(tmp_path: Path) -> None:
         (theirs, "its record does not fit the model: ValueError"),
     ):
         with pytest.raises(ConfigError, match=message):
-            made(weights).check_names()
+            run_with(weights).check_names()
 
 
 @pytest.mark.parametrize("damage", BAD)

@@ -33,12 +33,12 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Any:
     """odd(**fields): the model of a plugin's family `odd`, registered with these fields."""
     len(FAMILIES)  # loads the built-in families
 
-    def made(**pieces: Any) -> nn.Module:
+    def built(**pieces: Any) -> nn.Module:
         monkeypatch.setitem(FAMILIES._rows, "odd", Family("odd", Odd, **pieces))
         monkeypatch.setitem(FAMILIES._owners, "odd", Owner("one"))
         return Odd()
 
-    return made
+    return built
 
 
 @pytest.mark.parametrize(

@@ -123,16 +123,16 @@ def taken(case: Case) -> Step:
 def case_of(family: str, **model: Any) -> Case:
     """A batch of 4 sequences of 8 times, all but the first ending in padding, with inputs below 24."""
     random = torch.Generator().manual_seed(0)
-    given = FAMILIES[family] | model
+    fields = FAMILIES[family] | model
     if family == "resnet":
         images = torch.rand((4, 8, 8, 1), generator=random)
         batch = Rows(images, torch.randint(10, (4,), generator=random))
-        sections: dict[str, Any] = {"model": given, "train": {"batch": 4, "steps": 1}}
+        sections: dict[str, Any] = {"model": fields, "train": {"batch": 4, "steps": 1}}
     else:
         tokens, targets = (torch.randint(1, high, (4, 8), generator=random) for high in (24, 32))
         padding = torch.arange(8) >= torch.tensor([8, 2, 5, 6])[:, None]
         batch = Rows(torch.where(padding, 0, tokens), torch.where(padding, IGNORED, targets))
-        sections = {"model": given, "data": {"sequence": 8}, "train": {"batch": 4, "steps": 1}}
+        sections = {"model": fields, "data": {"sequence": 8}, "train": {"batch": 4, "steps": 1}}
 
     def drawn(name: str, like: Tensor) -> Tensor:
         if not like.is_floating_point() or "running" in name:

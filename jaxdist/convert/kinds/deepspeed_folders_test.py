@@ -199,8 +199,8 @@ def check(content: Content, trained: Trained) -> None:
     assert (o.name, o.beta2, o.eps, o.weight_decay, o.learning_rate) == ("adamw", 0.99, 1e-7, 0.1, 1e-4)
 
 
-def read_content(path: Path, **given: Any) -> Content:
-    return KINDS[kind_of(path)].format.read_content(path, **given)
+def read_content(path: Path, **options: Any) -> Content:
+    return KINDS[kind_of(path)].format.read_content(path, **options)
 
 
 @pytest.mark.long
@@ -272,11 +272,11 @@ def scheduled(folder: Path, kind: str, params: Mapping[str, Any], rate: float, c
     """A checkpoint with one of DeepSpeed's schedulers after `count` + 1 calls."""
     settings = {"type": kind, "params": {"warmup_num_steps": WARMUP, **params}}
     config = {"optimizer": {"params": {"lr": PEAK}}, "scheduler": settings}
-    given: dict[str, Any] = {"lr_scheduler": {"last_batch_iteration": count}, "ds_config": config}
+    extra: dict[str, Any] = {"lr_scheduler": {"last_batch_iteration": count}, "ds_config": config}
     before = SETTINGS["lr"]
     SETTINGS["lr"] = rate
     try:
-        return zero_2(folder / "run", Trained(folder), **given)
+        return zero_2(folder / "run", Trained(folder), **extra)
     finally:
         SETTINGS["lr"] = before
 
@@ -336,8 +336,8 @@ def test_an_unsupported_schedule_is_named(tmp_path: Path, capsys: pytest.Capture
     assert found
     fields = found[1].replace("linear", '"linear"').replace(", ", "\n")
     model = tmp_path / "model.toml"
-    given = experiment_for(LLAMA.model_dump(), "test").model_dump(exclude_none=True)
-    model.write_text(Experiment.parse(given | {"optimizer": tomllib.loads(fields)}, "test").to_toml())
+    sections = experiment_for(LLAMA.model_dump(), "test").model_dump(exclude_none=True)
+    model.write_text(Experiment.parse(sections | {"optimizer": tomllib.loads(fields)}, "test").to_toml())
     main([str(tag), str(tmp_path / "out"), "--model", str(model), "--peak", "schedule"])  # the fix
     o = read_content(tmp_path / "out").experiment.optimizer
     assert (o.learning_rate, o.warmup, o.decay, o.decay_steps, o.final) == (PEAK, 152, "linear", 202, 0)

@@ -125,8 +125,8 @@ def test_a_planted_mistake_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     convert = Conversion.convert
 
     def swapped(self: Conversion, group: str, unit: Any) -> dict[str, np.ndarray]:
-        made = convert(self, group, unit)
-        return {n: np.roll(a, 1) if n.endswith("k_proj.weight") else a for n, a in made.items()}
+        arrays = convert(self, group, unit)
+        return {n: np.roll(a, 1) if n.endswith("k_proj.weight") else a for n, a in arrays.items()}
 
     monkeypatch.setattr(Conversion, "convert", swapped)
     main([str(there), str(tmp_path / "second"), "--to", "dcp"])
@@ -152,8 +152,8 @@ def test_units_are_the_least_and_hold_all(naming: str, family: str) -> None:
     for other in (HUGGINGFACE, OWN):
         sources, targets = entries(naming, model), entries(other, model)
         found = units(sources, targets)
-        for side, given in (("sources", sources), ("targets", targets)):
-            assert sorted(e.name for unit in found for e in getattr(unit, side)) == sorted(given)
+        for side, groups in (("sources", sources), ("targets", targets)):
+            assert sorted(e.name for unit in found for e in getattr(unit, side)) == sorted(groups)
         for unit in found:
             atoms = [sorted(a for e in entries_ for a in e.atoms) for entries_ in (unit.sources, unit.targets)]
             assert atoms[0] == atoms[1]
@@ -239,9 +239,9 @@ class TestForce:
         main([str(source), str(run)])
         main([str(source), str(run / "export"), "--to", "hf"])
         before = sorted(tmp_path.rglob("*"))
-        for given, target in ((run, run), (run / "checkpoints" / "0", run), (run, run / "checkpoints" / "0")):
+        for path, target in ((run, run), (run / "checkpoints" / "0", run), (run, run / "checkpoints" / "0")):
             with pytest.raises(ConfigError, match=r"TARGET \S+ with --force would replace SOURCE"):
-                main([str(given), str(target), "--force"])
+                main([str(path), str(target), "--force"])
         link = tmp_path / "link"
         link.symlink_to(run)
         with pytest.raises(ConfigError, match="would replace SOURCE"):

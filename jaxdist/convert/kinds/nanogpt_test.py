@@ -35,16 +35,16 @@ def get_lr(it: int) -> float:
 
 def test_a_precision_that_is_partly_given_keeps_the_policy_of_the_loop() -> None:
     values = {"model": {"family": "gpt2"}, "precision": {"policy": "fp16"}}
-    for given, policy, compute in (
+    for settings, policy, compute in (
         ({"growth_interval": 9}, "fp16", "float16"),
         ({"parameters": "float16"}, "fp16", "float16"),
         ({"policy": "bf16"}, "bf16", "bfloat16"),
         ({"compute": "float32"}, "fp16", "float32"),
     ):
-        wanted = Experiment.parse({"model": {"family": "gpt2"}, "precision": given}, "x")
+        wanted = Experiment.parse({"model": {"family": "gpt2"}, "precision": settings}, "x")
         found = filled(values, wanted, "x").precision
         assert (found.policy, found.compute) == (policy, compute)
-        assert {name: getattr(found, name) for name in given} == given
+        assert {name: getattr(found, name) for name in settings} == settings
 
 
 def weights(bias: bool) -> dict[str, Any]:

@@ -153,9 +153,9 @@ def test_adapters_that_do_not_fit(tensors: Any, settings: Any, message: str, lla
 def test_a_head_that_the_base_ties_is_named(gpt2: Path, tmp_path: Path) -> None:
     """Saved in full, or changed by factors: neither changes the embedding."""
     for name, tensors in (("whole", {"lm_head.weight": drawn(96, 32)}), ("factors", pair("lm_head", 96, 32))):
-        given = adapter(tmp_path / name, tensors)
+        folder = adapter(tmp_path / name, tensors)
         with pytest.raises(ConfigError, match="is of a head that the base model ties to its embedding: not merged"):
-            main([str(gpt2), str(tmp_path / "merged"), "--to", "hf", "--adapter", str(given)])
+            main([str(gpt2), str(tmp_path / "merged"), "--to", "hf", "--adapter", str(folder)])
 
 
 def test_an_adapter_is_recognized(llama: Path, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_an_adapter_is_recognized(llama: Path, tmp_path: Path) -> None:
     ],
 )
 def test_an_absurd_scale_is_named(llama: Path, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    given = adapter(tmp_path / "adapter", pair(QUERY, 32, 32), **settings)
+    folder = adapter(tmp_path / "adapter", pair(QUERY, 32, 32), **settings)
     with pytest.raises(ConfigError, match=rf"adapter_config.json: .*{message}"):
-        main([str(llama), str(tmp_path / "merged"), "--adapter", str(given)])
+        main([str(llama), str(tmp_path / "merged"), "--adapter", str(folder)])
     assert not (tmp_path / "merged").exists()

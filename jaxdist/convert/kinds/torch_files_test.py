@@ -266,8 +266,8 @@ class TestTorchFiles(TorchFiles):
     @pytest.mark.parametrize("kind", ["torch", "dcp"])
     def test_checksums(self, kind: str, tmp_path: Path) -> None:
         """Each record has one, as torch.save writes it; a flipped bit is found."""
-        made = written(tmp_path / "made", kind, content_of(self.model))
-        files = sorted(made.rglob("*.distcp")) if kind == "dcp" else [made]
+        source = written(tmp_path / "made", kind, content_of(self.model))
+        files = sorted(source.rglob("*.distcp")) if kind == "dcp" else [source]
         assert len(files) == (1 if kind == "torch" else 4 * len(entries("torch_ref", self.model)) + 1)
         for file in files:
             with zipfile.ZipFile(file) as archive:
@@ -281,7 +281,7 @@ class TestTorchFiles(TorchFiles):
             assert archive.testzip() is not None
         if kind == "torch":
             with pytest.raises(ConfigError, match=r"its record \S+ has changed since it was written"):
-                main([str(made), str(tmp_path / "run"), "--verify"])
+                main([str(source), str(tmp_path / "run"), "--verify"])
 
     def test_a_copy_of_a_checkpoint_is_of_no_run(self, tmp_path: Path) -> None:
         """The files beside the copy need not belong to it."""

@@ -88,8 +88,8 @@ class TestScripts(TorchFiles):
 
         def of(rule: Any, *arguments: str) -> Any:
             self.script(tmp_path / "a.pt", rule)
-            given = ["--model", self.config(tmp_path, schedule=True), *arguments]
-            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--force", *given])
+            line = ["--model", self.config(tmp_path, schedule=True), *arguments]
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--force", *line])
             return read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
 
         with pytest.raises(ConfigError, match=r"its current rate is 0.001, and the schedule of --model has 0.00125 at"):

@@ -137,8 +137,8 @@ def test_its_qwen3(tmp_path: Path) -> None:
     """It normalizes queries and keys, and rotates like Hugging Face: heads are not reordered."""
     model = MODELS["Qwen3ForCausalLM"]
     content = content_of(model)
-    given = Conversion(content, "torchtitan_qwen3").groups[PARAMETERS]
-    tensors = {name: torch.from_numpy(np.array(leaf.read())) for name, leaf in given.items()}
+    leaves = Conversion(content, "torchtitan_qwen3").groups[PARAMETERS]
+    tensors = {name: torch.from_numpy(np.array(leaf.read())) for name, leaf in leaves.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warns that there is no process group
         dcp.save(tensors, checkpoint_id=tmp_path / "step-9", no_dist=True)

@@ -68,13 +68,13 @@ def file(folder: Path, saved: Saved) -> Path:
 
 
 def accelerate(folder: Path, saved: Saved) -> Path:
-    found, made = tree(folder, saved), folder / "state"
-    made.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in found["model"].items()}, made / "model.safetensors")
-    torch.save(found["optimizer"], made / "optimizer.bin")
+    found, state = tree(folder, saved), folder / "state"
+    state.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in found["model"].items()}, state / "model.safetensors")
+    torch.save(found["optimizer"], state / "optimizer.bin")
     if saved.scheduler:
-        torch.save(saved.scheduler, made / "scheduler.bin")
-    return made
+        torch.save(saved.scheduler, state / "scheduler.bin")
+    return state
 
 
 def distributed(folder: Path, saved: Saved) -> Path:
@@ -90,11 +90,11 @@ def distributed(folder: Path, saved: Saved) -> Path:
         for key, value in group.items()
         if key not in ("params", "param_names")
     }  # fmt: skip
-    made = {"model": found["model"], "optimizer": entries, "train_state": {"step": torch.tensor(DONE)}}
+    content = {"model": found["model"], "optimizer": entries, "train_state": {"step": torch.tensor(DONE)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warns that there is no process group
         scheduler = {"lr_scheduler": saved.scheduler} if saved.scheduler else {}
-        dcp.save(made | scheduler, checkpoint_id=folder / "step", no_dist=True)
+        dcp.save(content | scheduler, checkpoint_id=folder / "step", no_dist=True)
     return folder / "step"
 
 
@@ -102,9 +102,9 @@ def zero(folder: Path, saved: Saved) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         for key, value in saved.group.items():
             patched.setitem(deepspeed.SETTINGS, key, value)
-        made = deepspeed.zero_2(folder / "zero", deepspeed.Trained(folder), lr_scheduler=saved.scheduler or None)
-    (made / "config.json").unlink()
-    return made
+        source = deepspeed.zero_2(folder / "zero", deepspeed.Trained(folder), lr_scheduler=saved.scheduler or None)
+    (source / "config.json").unlink()
+    return source
 
 
 Save = Callable[[Path, Saved], Path]
@@ -151,22 +151,24 @@ SHAPE = {"warmup": 1, "decay": "cosine", "decay_steps": STEPS + 1, "final": LEAS
 def test_a_given_schedule_sets_later_rates(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Kept if it has the current rate, refused otherwise; with the groups' peak where they have one."""
     right = [cosine(step) for step in range(DONE + 1, STEPS + 1, 9)]
-    given = model(learning_rate=PEAK, **SHAPE)
+    config = model(learning_rate=PEAK, **SHAPE)
     for name, group, peak in (
         ("on", {"lr": cosine(DONE + 1)}, PEAK),
         ("before", {"lr": cosine(DONE)}, PEAK),
         ("own", {"lr": 1e-4, "initial_lr": PEAK / 2}, PEAK / 2),
     ):
         (tmp_path / name).mkdir()
-        content = read_content(save(tmp_path / name, Saved(group, {})), given)
+        content = read_content(save(tmp_path / name, Saved(group, {})), config)
         assert next_rates(content) == pytest.approx([rate * peak / PEAK for rate in right], rel=1e-6), name
     assert "its peak, 0.00015, continues by the schedule of --model, whose own is 0.0003" in capsys.readouterr().out
     off = save(tmp_path, ALONE)
     there = f"{cosine(DONE):g} at step {DONE} and {cosine(DONE + 1):g} at step {DONE + 1}"
     with pytest.raises(ConfigError, match=rf"current rate is 0.0001, and the schedule of --model has {there}; give"):
-        read_content(off, given)
-    assert next_rates(read_content(off, given, peak="schedule")) == pytest.approx(right, rel=1e-6)
-    assert next_rates(read_content(off, given, peak="now")) == pytest.approx([r * 1e-4 / PEAK for r in right], rel=1e-6)
+        read_content(off, config)
+    assert next_rates(read_content(off, config, peak="schedule")) == pytest.approx(right, rel=1e-6)
+    assert next_rates(read_content(off, config, peak="now")) == pytest.approx(
+        [r * 1e-4 / PEAK for r in right], rel=1e-6
+    )
 
 
 @pytest.mark.long
@@ -174,8 +176,8 @@ def test_a_given_schedule_sets_later_rates(save: Save, tmp_path: Path, capsys: p
 def test_the_flag_in_the_message_works(save: Save, tmp_path: Path) -> None:
     """Run by the command, for every kind with an optimizer of torch's."""
     source, config = save(tmp_path, ALONE), tmp_path / "model.toml"
-    given = model(learning_rate=PEAK, **SHAPE).model_dump(exclude_unset=True)
-    config.write_text(tomli_w.dumps(given))
+    values = model(learning_rate=PEAK, **SHAPE).model_dump(exclude_unset=True)
+    config.write_text(tomli_w.dumps(values))
     command = [str(source), str(tmp_path / "run"), "--to", "orbax", "--model", str(config)]
     with pytest.raises(ConfigError, match=r"give --peak schedule to continue by .* or --peak now"):
         main(command)
@@ -233,11 +235,11 @@ def test_settings_that_no_group_states_are_reported(
     assert message in lines and lines.count("\n") == 1
     assert content.updates == DONE and {*content.groups} == {"parameters", "exp_avg", "exp_avg_sq"}
     assert read_content(source, model(learning_rate=2e-4), peak="schedule").experiment == content.experiment
-    for peak, given in (("now", {"learning_rate": 2e-4}), ("schedule", {})):
+    for peak, fields in (("now", {"learning_rate": 2e-4}), ("schedule", {})):
         with pytest.raises(
             ConfigError, match=rf"--peak {peak}: the optimizer of .* has no param_groups, and so no rate"
         ):
-            read_content(source, model(**given), peak=peak)
+            read_content(source, model(**fields), peak=peak)
 
 
 def section(folder: Path) -> Path:

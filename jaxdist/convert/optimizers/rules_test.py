@@ -119,11 +119,11 @@ def test_torch_takes_a_state(name: str, tmp_path: Path) -> None:
     file = written(tmp_path / "a.pt", "torch", content_of(MODEL, **OPTIMIZERS[name]))
     optimizer = CLASSES[name]([{"params": [p]} for p in module_of(file).parameters()])
     saved = torch.load(file, weights_only=True)["optimizer"]
-    made = CLASSES[name](list(module_of(file).parameters()))
+    instance = CLASSES[name](list(module_of(file).parameters()))
     saved["param_groups"] = [saved["param_groups"][0] | {"params": [*saved["state"]], "weight_decay": 0.0}]
     del optimizer, saved["param_groups"][0]["param_names"]
-    made.load_state_dict(saved)
-    kinds = {kind for state in made.state.values() for kind in state}
+    instance.load_state_dict(saved)
+    kinds = {kind for state in instance.state.values() for kind in state}
     assert kinds == {"step", *content_of(MODEL, **OPTIMIZERS[name]).groups} - {PARAMETERS}
 
 

@@ -80,8 +80,8 @@ def test_the_precision_of_the_arguments(
     trained = Trained(tmp_path)
     folder = huggingface(tmp_path / "checkpoint-9", trained)
     half = {policy: True} if policy != "fp32" else {}
-    made = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=STEPS, use_cpu=True, **half)
-    torch.save(made, folder / trainer_arguments.FILE)
+    written = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=STEPS, use_cpu=True, **half)
+    torch.save(written, folder / trainer_arguments.FILE)
     found = KINDS["trainer"].format.read_content(folder)
     assert found.experiment.precision == Precision.model_validate({"policy": policy})  # including its dtypes and scale
     assert (found.scaling and float(found.scaling.scale)) == scale
