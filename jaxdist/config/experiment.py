@@ -240,7 +240,9 @@ class Experiment(Section):
                 hash(found), found.model.describe()  # as commands do later
             return found.naming_plugins()
         except pydantic.ValidationError as error:
-            lines = [_explain(problem, values) for problem in error.errors()]
+            problems = error.errors()  # fields of plugins that are not loaded are wrong for that alone
+            unloaded = [problem for problem in problems if problem["loc"] == ("plugins",)]
+            lines = [_explain(problem, values) for problem in unloaded or problems]
             raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 

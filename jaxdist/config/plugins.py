@@ -45,8 +45,18 @@ def plugins_of(values: Mapping[str, Any]) -> Sequence[str]:
 
 @cache
 def _declared() -> dict[str, str]:
-    """Module of each entry point in GROUP -> the distribution that declares it."""
-    return {point.module: point.dist.name if point.dist else point.name for point in entry_points(group=GROUP)}
+    """Module of each entry point in GROUP -> the distribution that declares it. Raises ConfigError for one without."""
+    found = {}
+    for point in entry_points(group=GROUP):
+        declared = point.dist.name if point.dist else point.name
+        try:
+            found[point.module] = declared
+        except AttributeError:  # a value without the form "package.module:name"
+            raise ConfigError(
+                f"the installed {declared} declares {point.value!r} in the entry points {GROUP}, which is not the name "
+                f"of a package; uninstall {declared}, or correct its {point.name}"
+            ) from None
+    return found
 
 
 def _load(package: str, named: str, otherwise: str) -> None:

@@ -139,6 +139,10 @@ def test_entry_points_are_loaded_by_every_command(
         with pytest.raises(ConfigError, match="plugin 'missing_plugin', which the installed declared declares: there"):
             load_before_fields([])
         assert tuple(registry.loaded) == (name,)
+        plugins._declared.cache_clear()
+        (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nodd = a-b/c\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match="the installed declared declares 'a-b/c' in the entry points"):
+            load_before_fields([])
     finally:
         plugins._declared.cache_clear()
 
@@ -222,8 +226,12 @@ def test_a_missing_plugin(package: Package) -> None:
 def test_a_file_that_is_no_config_imports_nothing(package: Package) -> None:
     name = package("sneaky_plugin", "raise RuntimeError('imported')")
     values = json.loads(json.dumps({"plugins": [name]}))
-    with pytest.raises(ConfigError, match=rf"checkpoint: plugins = {name}: not loaded, .*add --plugins {name} if you"):
-        Experiment.parse(values, source="checkpoint")
+    for more in ({}, {"model": {"family": "of_plugin"}, "optimizer": {"name": "of_plugin"}}):
+        with pytest.raises(
+            ConfigError, match=rf"^checkpoint: plugins = {name}: not loaded, .*add --plugins {name} if you trust .*$"
+        ) as error:
+            Experiment.parse(values | more, source="checkpoint")
+        assert "\n" not in str(error.value)
     assert name not in sys.modules
 
 

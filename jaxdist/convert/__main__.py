@@ -23,11 +23,11 @@ from jaxdist.convert.kinds import hf, peft
 from jaxdist.convert.kinds.registry import (
     KINDS,
     check_folder_name,
+    check_kind,
     check_name,
     target_kind,
     targets,
     with_article,
-    writable,
 )
 from jaxdist.convert.mappings import mapped
 from jaxdist.convert.mappings.mapped import Pytree, Remapping, holds_tensors, is_tree
@@ -199,8 +199,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("target", type=user_path, nargs="?", metavar="TARGET", help="folder or torch file to write")
     parser.add_argument(
         "--to",
-        type=writable,
-        choices=targets(),
+        metavar=f"{{{','.join(targets())}}}",
         help="kind of the target (default: torch for *.pt, hf from orbax, else orbax)",
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the written weights (default: that of SOURCE)")
@@ -275,6 +274,8 @@ def arguments(argv: Sequence[str]) -> Any:
     if a.like and not a.mapping:
         raise ConfigError("--like belongs to --mapping; leave it out")
     load_named(a.plugins, a.source)
+    if a.to:
+        check_kind(a.to)  # which a plugin of SOURCE may have registered
     return a
 
 

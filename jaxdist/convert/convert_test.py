@@ -347,7 +347,10 @@ class TestCommandLine:
             (["run", "circle/new"], r"TARGET: 'circle/new': .*symbolic links"),
             (["run", "new", "--inspect"], r"--inspect with TARGET new"),
             (["run", "new", "--json"], r"--json belongs to --inspect"),
-            (["run", "new", "--to", "onnx"], r"--to: invalid choice: 'onnx'"),
+            (
+                ["run", "new", "--to", "onnx"],
+                r"--to: invalid choice: 'onnx'; choose from hf, .*, or give --plugins",
+            ),
             (["run", "new", "--dtyp", "float16"], r"unknown argument '--dtyp'; did you mean '--dtype'"),
             (["run", "new", "--model", "defualt"], r"--model defualt: .*did you mean 'default'"),
             (["run", "new", "--model", "none.toml"], r"--model none.toml: .*No such file"),

@@ -70,6 +70,11 @@ class CheckpointKind:
             )
 
 
+def _is_of_system(error: BaseException) -> bool:
+    """Whether the system raised it, as of a full disk, which whoever writes reports."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
 class _Guarded:
     """The functions of a plugin's module. They raise ConfigError where there is none of this name, for errors of their
     code, and for `read_content`, `described` and `write` without a result."""
@@ -86,7 +91,7 @@ class _Guarded:
             raise ConfigError(f"{row} has no {name} in its module {self._module.__name__}; add it")
 
         def call(*arguments: Any, **options: Any) -> Any:
-            with running(KINDS, self._kind, name):
+            with running(KINDS, self._kind, name, _is_of_system if name == "write" else lambda _: False):
                 result = found(*arguments, **options)
             if result is None and name in ("read_content", "described"):
                 raise ConfigError(f"{row}: {name} of its module returns None; return what it read")

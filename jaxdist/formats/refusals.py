@@ -77,7 +77,10 @@ def _foreign(path: Path) -> ConfigError | None:
     found = foreign_content(path)
     with suppress(Exception):  # of a damaged directory, many kinds: whoever reads the file says what is wrong
         if is_zipfile(path) and not is_torch_zip(path):
-            found = Foreign("a zip that torch.save did not write", "give one that it wrote")
+            found = Foreign(
+                "a zip that torch.save did not write",
+                "give one that it wrote, or give --plugins the package that reads this",
+            )
     return ConfigError(f"{path} is {found.title}; {found.fix}") if found else None
 
 

@@ -64,6 +64,8 @@ def _looked_at(path: Path) -> tuple[str | None, list[ConfigError]]:
     errors: list[ConfigError] = []
     for name in KINDS:
         try:
+            if not (KINDS.built_in(name) or path.exists()):
+                continue
             if function(KINDS, name, "recognizes", "looking at a checkpoint")(path):
                 return name, errors
         except OSError as error:
@@ -92,8 +94,8 @@ def kind_of(path: Path) -> str:
             missing += f", it was being replaced when a conversion was killed, and is in {old}"
         raise ConfigError(
             f"{path}: {missing}; give a run folder, its checkpoints/<step>, a folder with config.json and "
-            "*.safetensors or pytorch_model.bin, a torch file, or a folder with .metadata of "
-            "torch.distributed.checkpoint" + mapped(path)
+            "*.safetensors or pytorch_model.bin, a torch file, a folder with .metadata of "
+            "torch.distributed.checkpoint, or --plugins with the package that reads this" + mapped(path)
         )
     return found
 

@@ -20,7 +20,7 @@ import tomli_w
 from safetensors.numpy import load_file
 
 from jaxdist import train
-from jaxdist.config import ConfigError, data, optimizer, plugins, registry, strategies
+from jaxdist.config import ConfigError, TrainingError, data, optimizer, plugins, registry, strategies
 from jaxdist.config.registry import Registry
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.formats import kinds
@@ -329,6 +329,10 @@ LACKING: dict[str, tuple[str, Callable[[list[str]], None], list[str]]] = {
         "torch_ref.register_family(torch_ref.Family('bare', lambda c: nn.Linear(2, 2)))",
         build_in_torch, ["bare"],
     ),
+    "^nowhere.bare: no such file or folder; give a run folder, ": (
+        "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', lambda path: 1 / 0))",
+        convert, ["nowhere.bare", "--inspect", "--plugins", "bad_plugin"],
+    ),
     "the kind of checkpoint 'bare' of plugin 'bad_plugin' has no described in its module bad_plugin; add it": (
         "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', lambda path: path.suffix == '.bare', "
         "module='bad_plugin'))",
@@ -412,6 +416,16 @@ def test_the_readmes_rows_are_registered() -> None:
         owned = [{name for name in table if table.owner(name) == "my_package"} for table in TABLES]
         assert registry.FAMILIES["mine"].config.model_fields["rotated"].default == 4
     assert owned == [{"mine"}] * len(TABLES)
+
+
+@pytest.mark.long
+def test_a_full_disk_is_no_error_of_a_plugin(bad: Package, folder: Path) -> None:
+    bad(f"{WRITTEN}def check(c): pass\ndef write(path, c): raise OSError(28, 'No space left on device')")
+    with (
+        registered(),
+        pytest.raises(TrainingError, match=r"^TARGET full could not be written: .*No space"),
+    ):
+        convert([str(folder / "hf"), "full", "--to", "bare", "--plugins", "bad_plugin"])
 
 
 @pytest.mark.long

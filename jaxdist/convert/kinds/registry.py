@@ -1,6 +1,5 @@
 """Interface of a checkpoint kind's module, and the kinds that can be written."""
 
-from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +10,7 @@ from jaxdist.convert.stream import Conversion
 from jaxdist.formats.kinds import KINDS, CheckpointKind, with_article
 from jaxdist.formats.torch_files import SUFFIXES
 
-__all__ = ["KINDS", "Format", "check_folder_name", "check_name", "target_kind", "targets", "with_article", "writable"]
+__all__ = ["KINDS", "Format", "check_folder_name", "check_kind", "check_name", "target_kind", "targets", "with_article"]
 
 
 class Format(Protocol):
@@ -38,14 +37,19 @@ def targets() -> tuple[str, ...]:
     return tuple(name for name, kind in KINDS.items() if kind.naming)
 
 
-def writable(name: str) -> str:
-    """A value of --to. Raises ArgumentTypeError for a plugin's kind that is only read."""
-    if name in KINDS and not KINDS[name].naming and not KINDS.built_in(name):
-        raise ArgumentTypeError(
-            f"{named(KINDS, name)} has no naming, which writing it needs; register it with one, and with a module that "
-            f"has check and write, or choose from {', '.join(targets())}"
+def check_kind(name: str) -> None:
+    """Raises ConfigError for a value of --to that is no kind, or one that is only read."""
+    if name in targets():
+        return
+    if name in KINDS and not KINDS.built_in(name):
+        raise ConfigError(
+            f"--to: {named(KINDS, name)} has no naming, which writing it needs; register it with one, and with a "
+            f"module that has check and write, or choose from {', '.join(targets())}"
         )
-    return name
+    raise ConfigError(
+        f"--to: invalid choice: {name!r}; choose from {', '.join(targets())}, or give --plugins the package that "
+        "registers it"
+    )
 
 
 def check_name(target: Path, kind: CheckpointKind) -> None:
