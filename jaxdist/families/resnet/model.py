@@ -139,6 +139,7 @@ class ResNet(nnx.Module):
         inputs = (c.stem, *c.widths)  # of each stage's first block
         self.stages = nnx.List([stage(c, i, inputs[i]) for i in range(len(c.depths))])
         self.head = ColumnLinear(c.widths[-1], c.classes, ("embed", "classes"), c.init_std, bias=True)
+        self.config = c
 
     def __call__(
         self, par: Parallel, x_BYXC: jax.Array, rematerialize: Rematerialize
