@@ -117,6 +117,6 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
     if axes["expert"] > 1 and row.splits_update:
         raise ConfigError(
             f"parallel.strategy = {row.name} with the mesh axis expert = {axes['expert']}: torch's "
-            "ZeroRedundancyOptimizer deals out parameters that all ranks have, and experts are none; use "
+            "ZeroRedundancyOptimizer assigns parameters that all ranks have to ranks, and experts are none; use "
             "parallel.strategy = zero2 or fsdp, or jaxdist.train"
         )
