@@ -8,9 +8,6 @@ JAX finds a program by a hash of all that it is compiled from: its text, in whic
 (`jaxdist/runtime/xla.py`), the options and flags of the compiler, the versions, and the devices with their features.
 JAX (0.10.2, 0.12.0) writes its own in place: a kill leaves half of one, which all read and none writes again. Here
 a file appears complete or not at all, is compared with its checksum, and is removed where it is damaged.
-
-A command keeps its programs by a context, after which JAX's settings are as before: what the process compiles later
-does not get there.
 """
 
 import math
@@ -35,9 +32,8 @@ SUM = 16  # bytes of XXH3's checksum, with which a file begins
 def keep_compiled() -> Iterator[None]:
     """Context manager of a command: keep the programs that are compiled within, and load kept ones.
 
-    Nothing happens where the user has chosen otherwise, or where no folder can be made: a run goes without. Nor does it
-    for one of several processes, of which JAX has the first alone write: it would load, and wait within a collective
-    while the others compile.
+    Without effect where the user has chosen otherwise, where no folder can be made, and for one of several processes:
+    JAX has the first alone write, which would wait in a collective while the others compile.
     """
     chosen, folder = jax.config.jax_compilation_cache_dir, user_folder()  # type: ignore[attr-defined]
     if chosen is not None or world().size > 1 or folder is None:

@@ -62,8 +62,7 @@ def first() -> bool:
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a command as one process of those that a launcher started, if one did, and end it by `exit_codes`.
 
-    What is imported by then is left out of garbage collection, which is turned on where imports went without, and looks
-    less often than Python has it at what a trace makes, hardly any of it garbage.
+    Imported objects are left out of garbage collection, which runs less often than by Python's default.
     """
     gc.freeze()  # what is imported stays: the first collection while a step is traced would look at all of it
     gc.set_threshold(200_000)

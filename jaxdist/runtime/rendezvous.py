@@ -1,9 +1,8 @@
 """Rendezvous of processes before they join `jax.distributed`: one line reports which are missing, and which have ended.
 
-`jax.distributed` ends a process that waits in vain with a stack trace and cannot say for whom; of one that died it
-knows after a minute, in which the others wait within a step, deaf to signals. So all come to the coordinator's
-port first, and keep that connection: the kernel closes it when a process ends, however it ends. A process that is
-stopped (SIGSTOP), or whose machine is gone, keeps it open: it is noticed by the signs of life that no longer come.
+`jax.distributed` does not name a process that is missing, and notices one that died after a minute. So all connect to
+the coordinator's port first, and keep that connection: the kernel closes it when a process ends. A process that is
+stopped (SIGSTOP), or whose machine is gone, keeps it open: its signs of life are missing.
 """
 
 import json

@@ -34,16 +34,14 @@ COUNTED = (
     "one a parameter or block each time it is needed, and a few single numbers (parity_tests/expected/collectives.py)"
 )
 DELICATE = "float32 at least, whatever the policy: less loses accuracy that the noise of bfloat16 hides"
-# The effect of a policy on a loss is one number that drifts from step to step, on either side by chance. In 312 pairs
-# of equal runs in each precision (8 steps; 39 seeds, 2 families, 4 meshes, of which those of a seed are much alike) the
-# ratios of the mean squares fit F with 3 to 4 degrees of freedom on either side in float32 and 5 in bfloat16; the
-# largest was 12.6, as a ratio of roots. F(3, 3) exceeds this, either way, once in 10,000 times.
+# The effect of a policy on a loss drifts from step to step, on either side by chance. In 312 pairs of equal runs in
+# each precision (8 steps; 39 seeds, 2 families, 4 meshes) ratios of the mean squares fit F with 3 to 4 degrees of
+# freedom on either side in float32 and 5 in bfloat16; the largest was 12.6, as a ratio of roots. F(3, 3) exceeds this,
+# either way, once in 10,000 times.
 DRIFT = 32.0
-# How many times what one side loses the other may lose of the first gradients and the weights. Chosen: in those pairs
-# bfloat16, in which each number is rounded by itself, reached 1.8, where the planted mistakes begin at 19; float32, of
-# which much is what training made of the first roundings, reached 15, where they begin at 1,400. Later gradients, and
-# moments, which are their means, are drift in any policy: of 1,968 equal pairs one of bfloat16 reached 4.3, and 6.6
-# when its sums were reordered.
+# Largest ratio of the sides' losses in first gradients and weights. Chosen: those pairs reached 1.8 in bfloat16 and 15
+# in float32, where planted mistakes begin at 19 and 1,400. Later gradients, and moments, their means, are drift in any
+# policy: of 1,968 equal pairs one reached 4.3 in bfloat16, and 6.6 with reordered sums.
 LIMIT = {"float32": DRIFT, "bfloat16": 4.0, "float16": 4.0}
 OFFLOADED = {"parameters": "parameters", "optimizer": "optimizer_state"}  # of memory.offload, in summary.json
 COUNTS_STAY = "parameters and Adam's moments as stored; optax's counts of steps stay on the device"
