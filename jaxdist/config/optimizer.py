@@ -79,6 +79,11 @@ class UpdateRule:
                 "parameters that have them, as {'exp_avg': jaxdist.config.ALL}"
             )
         for state, applies_to in self.states.items():
+            if not (isinstance(state, str) and state.isidentifier() and state != EMA):
+                raise ConfigError(
+                    f"optimizer {self.name!r}: states[{state!r}]: give an identifier as name, other than {EMA!r}, the "
+                    "state of optimizer.ema"
+                )
             try:
                 applies_to(ParamRole(matrix=True, block=True))
             except Exception as error:

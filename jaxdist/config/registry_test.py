@@ -199,6 +199,9 @@ def test_other_objects_than_rows_are_refused() -> None:
             UpdateRule("a", cast(Any, states))
     with pytest.raises(ConfigError, match=r"^optimizer 'a': states\['m'\] fails for a ParamRole, TypeError"):
         UpdateRule("a", {"m": cast(Any, lambda: True)})
+    for state in ("ema", "a/b", "", 3):
+        with pytest.raises(ConfigError, match=rf"^optimizer 'a': states\[{state!r}\]: give an identifier as name"):
+            UpdateRule("a", {cast(Any, state): lambda role: True})
 
 
 WRONG: Any = {
