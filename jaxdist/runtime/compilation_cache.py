@@ -4,10 +4,10 @@ They lie in `~/.cache/jaxdist/compiled`, or below XDG_CACHE_HOME. JAX's own vari
 JAX_COMPILATION_CACHE_DIR it keeps them there, by its own rules, JAX_ENABLE_COMPILATION_CACHE=false keeps none, and
 JAX_COMPILATION_CACHE_MAX_SIZE says how many bytes, -1 any number.
 
-JAX finds a program by a hash of all that it is compiled from: its text, in which collectives have their numbers already
-(`jaxdist/runtime/xla.py`), the options and flags of the compiler, the versions, and the devices with their features.
-JAX (0.10.2, 0.12.0) writes its own in place: a kill leaves half of one, which all read and none writes again. Here
-a file appears complete or not at all, is compared with its checksum, and is removed where it is damaged.
+JAX's key of a program is a hash of its text, with numbered collectives (`jaxdist/runtime/xla.py`), of the compiler's
+options and flags, of the versions, and of the devices. JAX (0.10.2, 0.12.0) writes its own in place: a kill leaves half
+of one, which all read and none writes again. Here a file appears complete or not at all, is compared with its checksum,
+and is removed where it is damaged.
 """
 
 import math
