@@ -9,6 +9,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from jaxdist.config.errors import shown
 from jaxdist.config.registry import FAMILIES
 
 # Field, or flag without a field -> other names of it, whose values are the same.
@@ -314,7 +315,7 @@ def _along(field: str, value: Any, *counts: str) -> str:
 def value_hint(field: str, value: Any, choices: Iterable[str] = ()) -> str | None:
     """A sentence with the value here of another's `value`, or of one of the field's `choices` in another spelling."""
     here = value_here(field, value) or next((choice for choice in choices if plain(choice) == plain(value)), None)
-    return f"{value!r} is {here!r} here{_along(field, value)}" if here else None
+    return f"{shown(value)} is {here!r} here{_along(field, value)}" if here else None
 
 
 def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Mapping[str, str]) -> str | None:

@@ -8,6 +8,7 @@ import pydantic
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from jaxdist.config.errors import shown
 from jaxdist.config.names import OneOf
 from jaxdist.config.registry import BUILT_IN, Reference, Registry, registrant
 from jaxdist.config.section import LISTED, NUMBER, Count, Fraction, Section
@@ -107,4 +108,4 @@ class Data(Section):
         try:
             return str(Path(value).expanduser().absolute())
         except RuntimeError as error:  # ~name of a user who is not here
-            raise ValueError(f"data.{field} = {value!r}: {error} Write the folder out") from None
+            raise ValueError(f"data.{field} = {shown(value)}: {error} Write the folder out") from None

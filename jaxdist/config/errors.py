@@ -4,11 +4,13 @@ import difflib
 import errno
 import math
 import os
+import reprlib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 
 class ConfigError(Exception):
@@ -94,6 +96,15 @@ def in_device_memory(full: type[Exception], helps: str, says: str = "") -> Itera
             raise
         reason = textwrap.shorten(str(error).partition("\n")[0], 200)
         raise TrainingError(f"a device is out of memory: {reason}; use {helps}") from None
+
+
+SHOWN = reprlib.Repr()
+SHOWN.maxstring = SHOWN.maxlong = SHOWN.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """The `repr` of a value for a message, shortened: a value may be as long and as deep as its file."""
+    return SHOWN.repr(value)
 
 
 def printable(text: str, but: str = "") -> str:

@@ -5,9 +5,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jaxdist.config import Experiment
 from jaxdist.config.errors import ConfigError, TrainingError, check_validation, writes_to
 from jaxdist.config.exits import exit_codes
 from jaxdist.runs.display import say
@@ -53,3 +55,25 @@ def test_errors_of_a_disk_are_reported() -> None:
     message = re.escape("[Errno 28] No space left on device: 'report.html'; make room, or give another --output")
     with pytest.raises(TrainingError, match=f"^{message}$"), writes_to("--output"):
         raise OSError(errno.ENOSPC, "No space left on device", "report.html")
+
+
+LONG = "9" * 5000
+LONG_VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"optimizer": {"adjust_lr_fn": LONG}}, r"optimizer\.adjust_lr_fn = '9+\.\.\.9+': input should be"),
+    "number": ({"train": {"steps": 10**400}}, r"train\.steps = 10+\.\.\.0+: input should be"),
+    "list": ({"train": {"batch": [LONG] * 5000}}, r"train\.batch = \['9+\.\.\.9+', .*\.\.\.\]: "),
+    "family": ({"model": {"family": LONG}}, r"model\.family = '9+\.\.\.9+': no such family"),
+    "unknown field": ({"train": {LONG: {LONG: 1}}}, r"train\.9{80} = \{'9+\.\.\.9+': 1\}: no such field"),
+    "mesh": ({"parallel": {"mesh": f"data={LONG}"}}, r"parallel\.mesh = 'data=9+\.\.\.9+'"),
+    "plugins": ({"plugins": LONG}, r"plugins = 9{500}: not loaded"),
+    "many": ({"train": {"skip": [LONG] * 5000}}, r"\.9 = '9+\.\.\.9+': .*\nx: 4,990 more are wrong$"),
+}
+
+
+@pytest.mark.parametrize("case", LONG_VALUES)
+def test_long_values_are_shortened(case: str) -> None:
+    """As a damaged file has them."""
+    values, message = LONG_VALUES[case]
+    with pytest.raises(ConfigError, match=message) as error:
+        Experiment.parse(values, "x").parallel.axes(8)
+    assert len(str(error.value)) < 2000

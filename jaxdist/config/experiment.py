@@ -5,7 +5,6 @@ Shape letters, here and everywhere: B batch, T time, D model, H heads, K kv head
 
 import math
 import re
-import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_hint
 from jaxdist.config.data import SOURCES, Data
-from jaxdist.config.errors import ConfigError, nearest
+from jaxdist.config.errors import ConfigError, nearest, shown
 from jaxdist.config.fitting import multiple
 from jaxdist.config.model import Model
 from jaxdist.config.optimizer import OPTIMIZERS, Optimizer
@@ -30,6 +29,8 @@ from jaxdist.config.record import Record, Steps
 from jaxdist.config.registry import FAMILIES, default_family
 from jaxdist.config.section import LISTED, Count, CountOrZero, NotNegative, Section, Seed
 from jaxdist.config.strategies import STRATEGIES
+
+MOST_PROBLEMS = 10
 
 
 class Train(Section):
@@ -66,7 +67,7 @@ def model_of(value: Any) -> Model:
     family = value.get("family", default_family())
     if not isinstance(family, str) or family not in FAMILIES:
         hint = value_hint("model.family", family, FAMILIES) or f"choose one of {', '.join(map(repr, FAMILIES))}"
-        raise ValueError(f"model.family = {family!r}: no such family; {hint}")
+        raise ValueError(f"model.family = {shown(family)}: no such family; {hint}")
     return FAMILIES[family].config.model_validate({"family": family, **value})
 
 
@@ -228,12 +229,10 @@ class Experiment(Section):
     def parse(cls, values: dict[str, Any], source: str, pinned: Iterable[str] = ()) -> "Experiment":
         """Validate nested `values`, read from `source`, where the weights or the run determine the fields `pinned`.
 
-        Raises ConfigError, one line per problem.
+        Raises ConfigError, one line per problem: of MOST_PROBLEMS at most, since a file may have any number.
         """
         if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-            raise ConfigError(
-                f"{source}: {reprlib.repr(values)} is not a table of settings; give the sections of a config"
-            )
+            raise ConfigError(f"{source}: {shown(values)} is not a table of settings; give the sections of a config")
         try:
             with _guarded(values.get("model")):
                 found = cls.model_validate(values, context=pinned)
@@ -241,8 +240,9 @@ class Experiment(Section):
             return found.naming_plugins()
         except pydantic.ValidationError as error:
             problems = error.errors()  # fields of plugins that are not loaded are wrong for that alone
-            unloaded = [problem for problem in problems if problem["loc"] == ("plugins",)]
-            lines = [_explain(problem, values) for problem in unloaded or problems]
+            problems = [problem for problem in problems if problem["loc"] == ("plugins",)] or problems
+            lines = [_explain(problem, values) for problem in problems[:MOST_PROBLEMS]]
+            lines += [f"{len(problems) - MOST_PROBLEMS:,} more are wrong"] if problems[MOST_PROBLEMS:] else []
             raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
@@ -275,16 +275,16 @@ def section_type(name: str, values: Mapping[str, Any]) -> type[Section]:
 def _explain(problem: Any, values: dict[str, Any]) -> str:
     """One pydantic error in the config's own terms: field, value and fix."""
     place = [str(part) for part in problem["loc"]]
-    field, value, kind = ".".join(place), problem["input"], problem["type"]
+    field, value, kind = ".".join(f"{part:.80}" for part in place), problem["input"], problem["type"]
     if kind == "extra_forbidden":
-        return f"{field} = {value!r}: no such field; {_field_hint(place, value, values)}"
+        return f"{field} = {shown(value)}: no such field; {_field_hint(place, value, values)}"
     if kind == "value_error":  # our own validators already say everything
         return str(problem["ctx"]["error"])
     if kind in ("model_type", "model_attributes_type"):  # pydantic speaks of models, and means tables
-        return f"{field} = {value!r}: must be a table of fields"
+        return f"{field} = {shown(value)}: must be a table of fields"
     choices = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))  # of a Literal
     hint = value_hint(field, value, choices)
-    return f"{field} = {value!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{f'; {hint}' if hint else ''}"
+    return f"{field} = {shown(value)}: {problem['msg'][0].lower()}{problem['msg'][1:]}{f'; {hint}' if hint else ''}"
 
 
 def _field_hint(place: Sequence[str], value: Any, values: Mapping[str, Any]) -> str:

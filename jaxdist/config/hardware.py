@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from jaxdist.config.errors import ConfigError, nearest
+from jaxdist.config.errors import ConfigError, nearest, shown
 from jaxdist.config.experiment import read_toml
 from jaxdist.config.precision import Dtype
 from jaxdist.config.section import Count, NotNegative, Positive, Section
@@ -79,7 +79,7 @@ def read(file: Path) -> dict[str, Hardware]:
             problem = error.errors()[0]
             field = ".".join([name, *map(str, problem["loc"])])
             raise ConfigError(
-                f"--hardware {file}: {field} = {problem['input']!r}: {problem['msg']}; give each device what "
+                f"--hardware {file}: {field} = {shown(problem['input'])}: {problem['msg']}; give each device what "
                 f"{FILE.name} gives its own"
             ) from None
     return found

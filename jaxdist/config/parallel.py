@@ -8,7 +8,7 @@ import pydantic
 from pydantic import model_validator
 
 from jaxdist.config.aliases import AXIS_NAMES, plain
-from jaxdist.config.errors import ConfigError, nearest
+from jaxdist.config.errors import ConfigError, nearest, shown
 from jaxdist.config.names import OneOf
 from jaxdist.config.section import Count, NotNegative, Section
 from jaxdist.config.strategies import STRATEGIES, Strategy
@@ -120,14 +120,14 @@ class Parallel(Section):
         Raises ConfigError for a malformed, repeated or unknown axis and for sizes that cannot be.
         """
         sizes = dict.fromkeys(AXES, 1)
-        field = f"parallel.mesh = {self.mesh!r}"
+        field = f"parallel.mesh = {shown(self.mesh)}"
         if "=" in self.mesh:
             sizes_by_axis = [part.partition("=")[::2] for part in self.mesh.split(",")]
             for axis in (names := [axis.strip() for axis, _ in sizes_by_axis]):
                 if axis not in AXES:
                     ours = AXIS_NAMES.get(plain(axis))
                     hint = f"{axis} is {ours} here" if ours else nearest(axis, AXES)
-                    raise ConfigError(f"{field}: unknown axis {axis!r}; {hint}")
+                    raise ConfigError(f"{field}: unknown axis {shown(axis)}; {hint}")
                 if names.count(axis) > 1:
                     raise ConfigError(f"{field}: axis {axis!r} is given twice; give it once")
         else:
@@ -142,7 +142,9 @@ class Parallel(Section):
             except ValueError:
                 size = 0
             if size < 1 and size != -1:
-                raise ConfigError(f"{field}: size {text!r} of axis {axis.strip()!r} must be a number from 1, or -1")
+                raise ConfigError(
+                    f"{field}: size {shown(text)} of axis {axis.strip()!r} must be a number from 1, or -1"
+                )
             sizes[axis.strip()] = size
         if list(sizes.values()).count(-1) > 1:
             raise ConfigError(

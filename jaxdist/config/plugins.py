@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 
 from jaxdist.config import registry
-from jaxdist.config.errors import ConfigError, TrainingError
+from jaxdist.config.errors import ConfigError, TrainingError, shown
 from jaxdist.config.registry import SCRIPTS, Owner, Registry, in_package, is_dotted, resolve
 from jaxdist.config.section import listed
 
@@ -34,7 +34,7 @@ def load_plugins(names: Iterable[str]) -> None:
     for package, declared in _declared().items():
         _load(package, f"plugin {package!r}, which the installed {declared} declares", f"uninstall {declared}")
     for package in names:
-        _load(package, f"plugin {package!r}", "leave it out of --plugins and of the config's plugins")
+        _load(package, f"plugin {shown(package)}", "leave it out of --plugins and of the config's plugins")
 
 
 def plugins_of(values: Mapping[str, Any]) -> Sequence[str]:
@@ -225,9 +225,10 @@ def twin(ours: Registry[Any], theirs: Mapping[str, Any], name: str, register: st
 def _checked(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
     """Raises ValueError for plugins that are not loaded: files that are no configs name them without loading them."""
     if missing := [name for name in names or () if not any(in_package(module, name) for module in registry.loaded)]:
+        listing = f"{','.join(missing):.500}"
         raise ValueError(
-            f"plugins = {','.join(missing)}: not loaded, since only configs and the command line load plugins; add "
-            f"--plugins {','.join(missing)} if you trust their code"
+            f"plugins = {listing}: not loaded, since only configs and the command line load plugins; add --plugins "
+            f"{listing} if you trust their code"
         )
     return tuple(dict.fromkeys(names)) if names else None
 

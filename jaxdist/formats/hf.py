@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from jaxdist.config import ConfigError, Data, Experiment, Model
 from jaxdist.config.bounded import read_json
+from jaxdist.config.errors import shown
 from jaxdist.config.plugins import checked, named, optional, read_each, running
 from jaxdist.config.registry import FAMILIES
 from jaxdist.formats.hf_decisions import HuggingFace, ModelType, check, notes
-from jaxdist.formats.hf_keys import SHOWN, Settings, together
+from jaxdist.formats.hf_keys import Settings, together
 from jaxdist.formats.tables import lacking
 
 HEADS = re.compile("(ForCausalLM|LMHeadModel|ForImageClassification)$")  # ends of architectures with a head
@@ -33,7 +34,7 @@ def read_folder(path: Path) -> tuple[Model, list[str]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}; give a Hugging Face folder with a readable config.json") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{file}: {SHOWN.repr(settings)} is not a table of settings; give a Hugging Face config.json")
+        raise ConfigError(f"{file}: {shown(settings)} is not a table of settings; give a Hugging Face config.json")
     try:
         values = from_settings(settings)
     except ConfigError as error:
@@ -107,7 +108,7 @@ def from_settings(settings: Settings) -> Settings:
         if errors:  # one of these families may read it
             raise next(iter(errors.values()))
         raise ConfigError(
-            f"model_type = {SHOWN.repr(model_type)}; choose a model of type {', '.join(known)}, or give --plugins the "
+            f"model_type = {shown(model_type)}; choose a model of type {', '.join(known)}, or give --plugins the "
             "package that registers its family"
         )
     family, reader = known[model_type]
@@ -115,8 +116,7 @@ def from_settings(settings: Settings) -> Settings:
     if not isinstance(architectures, list) or (
         architectures and architectures[0] not in (name, HEADS.sub("Model", name))
     ):
-        shown = SHOWN.repr(architectures)
-        raise ConfigError(f"architectures = {shown}; jaxdist reads {name} of model_type {model_type}")
+        raise ConfigError(f"architectures = {shown(architectures)}; jaxdist reads {name} of model_type {model_type}")
     with running(FAMILIES, family, "huggingface"):
         _, fields = together(partial(check, settings, reader.decisions), partial(reader.read, settings))
     return {"family": family, **fields}

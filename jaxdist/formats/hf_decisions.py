@@ -8,8 +8,8 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxdist.config.errors import ConfigError
-from jaxdist.formats.hf_keys import SHOWN, Key, Settings
+from jaxdist.config.errors import ConfigError, shown
+from jaxdist.formats.hf_keys import Key, Settings
 
 
 class Effect(Enum):
@@ -102,7 +102,7 @@ DECODER: Decisions = {**EVERY, "is_causal": fixed(True)}
 def check(settings: Settings, decisions: Decisions) -> None:
     """Raises ConfigError naming every key whose value jaxdist does not compute."""
     wrong = [
-        f"{name} = {SHOWN.repr(settings[name])}; jaxdist computes {_allowed(decision.values)} only"
+        f"{name} = {shown(settings[name])}; jaxdist computes {_allowed(decision.values)} only"
         for name, decision in decisions.items()
         if decision.effect is Effect.FIXED and name in settings and settings[name] not in decision.values
     ]
@@ -148,11 +148,11 @@ def notes(settings: Settings, kind: ModelType) -> list[str]:
     for name, decision in kind.decisions.items():
         value = settings.get(name, decision.default)
         if decision.effect is Effect.NOTED and value not in decision.values:
-            noted.setdefault(decision.note, []).append(f"{name} = {SHOWN.repr(value)}")
+            noted.setdefault(decision.note, []).append(f"{name} = {shown(value)}")
     lines = [f"{', '.join(keys)}: {note}" for note, keys in noted.items()] + kind.notes(settings)
     unknown = [name for name in settings if name not in kind.decisions]
     for key, decisions in kind.nested.items():
         unknown += [f"{key}.{name}" for name in settings.get(key) or {} if name not in decisions]
     if unknown:
-        lines.append(f"{', '.join(map(SHOWN.repr, unknown[:8]))}: not known, and taken to change nothing")
+        lines.append(f"{', '.join(map(shown, unknown[:8]))}: not known, and taken to change nothing")
     return lines

@@ -1,19 +1,16 @@
 """Keys of a Hugging Face config.json: how their values are checked and read, all that is wrong in one message."""
 
-import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from jaxdist.config.decoder import MOST_LAYERS
-from jaxdist.config.errors import ConfigError
+from jaxdist.config.errors import ConfigError, shown
 from jaxdist.families.resnet.config import MOST_BLOCKS
 
 Settings = dict[str, Any]
 REQUIRED = object()
-SHOWN = reprlib.Repr()  # a value may be as long and as deep as its file
-SHOWN.maxstring = SHOWN.maxother = 80
 
 
 class Kind(NamedTuple):
@@ -51,7 +48,7 @@ def value(settings: Settings, name: str, kind: Kind, default: Any = REQUIRED) ->
     if found is None:
         return default
     if not kind.holds(found):
-        raise ConfigError(f"{name} = {SHOWN.repr(found)}; give {kind.title}")
+        raise ConfigError(f"{name} = {shown(found)}; give {kind.title}")
     return found
 
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError
+from jaxdist.config.errors import shown
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
 from jaxdist.convert.mappings.atoms import Shape
 from jaxdist.convert.stream import cast
 from jaxdist.formats.adapters import CONFIG, settings_of
-from jaxdist.formats.hf import SHOWN
 from jaxdist.formats.safetensors_files import Tensors, leaves
 from jaxdist.formats.tables import HUGGINGFACE, table_of
 
@@ -104,18 +104,18 @@ def _check(adapter: Path, settings: Mapping[str, Any]) -> None:
     wrong += [key for key, allowed in (("peft_type", ("LORA",)), ("init_lora_weights", BEGINNINGS))
               if settings.get(key) not in allowed]  # fmt: skip
     if wrong:
-        shown = ", ".join(f"{key} = {SHOWN.repr(settings.get(key))}" for key in wrong)
-        raise ConfigError(f"{adapter}: {shown}: not merged here; merge it by PEFT's merge_and_unload")
+        listing = ", ".join(f"{key} = {shown(settings.get(key))}" for key in wrong)
+        raise ConfigError(f"{adapter}: {listing}: not merged here; merge it by PEFT's merge_and_unload")
     for default, name in PATTERNS.items():
         patterns = settings.get(name) or {}
         if not isinstance(patterns, dict):
-            raise ConfigError(f"{adapter / CONFIG}: {name} = {SHOWN.repr(patterns)}; give numbers by names of modules")
+            raise ConfigError(f"{adapter / CONFIG}: {name} = {shown(patterns)}; give numbers by names of modules")
         for key, number in {default: settings.get(default), **patterns}.items():
             if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) < MOST:
-                raise ConfigError(f"{adapter / CONFIG}: {key} = {SHOWN.repr(number)}; give a number below {MOST:g}")
+                raise ConfigError(f"{adapter / CONFIG}: {key} = {shown(number)}; give a number below {MOST:g}")
         if wrong := [key for key in patterns if not _is_pattern(key)]:
             raise ConfigError(
-                f"{adapter / CONFIG}: {name} has {SHOWN.repr(wrong[0])}, no pattern of a module's name that is read "
+                f"{adapter / CONFIG}: {name} has {shown(wrong[0])}, no pattern of a module's name that is read "
                 "here; merge it by PEFT's merge_and_unload"
             )
 

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from jaxdist.config.errors import ConfigError
+from jaxdist.config.errors import ConfigError, shown
 from jaxdist.formats.hf_decisions import DECODER, HONOURED, NONE, HuggingFace, ModelType, dropout, each, fixed, read
-from jaxdist.formats.hf_keys import COUNT, FLAG, LAYERS, NUMBER, SHOWN, Key, Settings, value, values
+from jaxdist.formats.hf_keys import COUNT, FLAG, LAYERS, NUMBER, Key, Settings, value, values
 from jaxdist.formats.tables import Table, TensorRow, embedding, linear, norm
 
 ARCHITECTURE = "GPT2LMHeadModel"
@@ -56,7 +56,7 @@ def _read(settings: Settings) -> Settings:
     found = values(settings, KEYS)
     for other, name in OTHER_NAMES.items():
         if other in settings and settings[other] != settings.get(name):
-            raise ConfigError(f"{other} = {SHOWN.repr(settings[other])}; give it as {name}, as transformers writes it")
+            raise ConfigError(f"{other} = {shown(settings[other])}; give it as {name}, as transformers writes it")
     activation = settings.get("activation_function", "gelu_new")
     gelu = next((ours for theirs, ours in GELUS.items() if theirs == activation), None)  # `check` refuses others
     hidden, bias = value(settings, "n_inner", COUNT, 4 * found["dim"]), value(settings, *BIAS)

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxdist.config.errors import ConfigError
+from jaxdist.config.errors import ConfigError, shown
 from jaxdist.formats.hf_decisions import (
     ABSENT,
     DECODER,
@@ -33,7 +33,6 @@ from jaxdist.formats.hf_keys import (
     FLAG,
     LAYERS,
     NUMBER,
-    SHOWN,
     TABLE,
     Key,
     Kind,
@@ -241,7 +240,7 @@ def _window(variant: Variant, settings: Settings, layers: int) -> int:
         full = min(value(settings, "max_window_layers", COUNT_OR_ZERO, 28), layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in WINDOWS for kind in kinds):
-        raise ConfigError(f"layer_types = {SHOWN.repr(kinds)}; give {' or '.join(WINDOWS)} for each of {layers} layers")
+        raise ConfigError(f"layer_types = {shown(kinds)}; give {' or '.join(WINDOWS)} for each of {layers} layers")
     if len(set(kinds)) > 1:
         raise ConfigError(
             f"layer_types or max_window_layers mix {', '.join(sorted(set(kinds)))}; "
@@ -255,7 +254,7 @@ def _check_layer_types(variant: Variant, settings: Settings, window: int, layers
     kinds, kind = settings.get("layer_types"), WINDOWS[bool(window)]
     if variant.window != "layered" and kinds is not None and kinds != [kind] * layers:
         raise ConfigError(
-            f"layer_types = {SHOWN.repr(kinds)}; in transformers' {variant.model_type} every layer is {kind} here"
+            f"layer_types = {shown(kinds)}; in transformers' {variant.model_type} every layer is {kind} here"
             f"{', by sliding_window' if window else ''}; leave layer_types out"
         )
 
@@ -272,7 +271,7 @@ def read_rotation(settings: Settings) -> Settings:
     rope = {name: part for name, part in rope.items() if part is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ConfigError(f"rope_type = {SHOWN.repr(kind)}; jaxdist computes 'default' or 'llama3' only")
+        raise ConfigError(f"rope_type = {shown(kind)}; jaxdist computes 'default' or 'llama3' only")
     theta = value(settings | rope, "rope_theta", NUMBER, 10000.0)
     if kind == "default":
         return {"rope_theta": theta}
@@ -290,7 +289,7 @@ def notes_on_rotation(settings: Settings) -> list[str]:
     if (top := settings.get("rope_theta")) is not None and rope.get("rope_theta", top) != top:
         lines.append(f"rope_theta = {rope['rope_theta']} within, where transformers 5 reads it, and {top} at the top")
     if rope.get("rope_type", rope.get("type", "default")) == "default":
-        idle = [f"{name} = {SHOWN.repr(rope[name])}" for name in SCALING if rope.get(name) is not None]
+        idle = [f"{name} = {shown(rope[name])}" for name in SCALING if rope.get(name) is not None]
         lines += [f"{', '.join(idle)}: without effect, as rope_type is default"] if idle else []
     return lines
 

@@ -3,7 +3,7 @@
 import re
 from functools import partial
 
-from jaxdist.config.errors import ConfigError
+from jaxdist.config.errors import ConfigError, shown
 from jaxdist.families.llama.huggingface import (
     DECIDING,
     LAYER,
@@ -16,7 +16,7 @@ from jaxdist.families.llama.huggingface import (
     write_rotary,
 )
 from jaxdist.formats.hf_decisions import HONOURED, NONE, HuggingFace, each, fixed, read
-from jaxdist.formats.hf_keys import COUNT, FLAG, NUMBER, SHOWN, Key, Settings, value
+from jaxdist.formats.hf_keys import COUNT, FLAG, NUMBER, Key, Settings, value
 from jaxdist.formats.tables import IN_MEMORY, Table, TensorRow, linear
 
 MIXTURE = {
@@ -84,7 +84,7 @@ def _one_count_of_experts(settings: Settings, experts: str) -> Settings:
     """The settings with the number of experts under that key. Raises ConfigError where two keys differ in it."""
     counts = [settings[name] for name in ("num_experts", "num_local_experts") if name in settings]  # transformers 4, 5
     if counts != counts[:1] * len(counts):
-        raise ConfigError(f"num_experts and num_local_experts are {SHOWN.repr(counts)}; give one of them")
+        raise ConfigError(f"num_experts and num_local_experts are {shown(counts)}; give one of them")
     return settings | {experts: counts[0]} if counts else settings
 
 
