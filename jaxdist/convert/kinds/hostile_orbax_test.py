@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -19,6 +20,7 @@ from jaxdist.convert.kinds.formats_test import content_of, written
 from jaxdist.convert.kinds.reader import READER
 from jaxdist.formats import sources
 from jaxdist.runs.checkpoints import MANIFEST
+from jaxdist.training import orbax_io
 
 ARRAY = "parameters/embed.embedding"
 
@@ -130,3 +132,12 @@ def test_parameters_of_another_form(lone: Path, tree: Any) -> None:
     refused(lone, "is damaged: its parameters are not arrays by name")
     with pytest.raises(ConfigError, match="are not arrays by name"):
         main(["--inspect", str(lone)])
+
+
+def test_a_sharding_of_an_unknown_type(tmp_path: Path) -> None:
+    """Orbax raises NotImplementedError."""
+    saved(tmp_path / "parameters", {"a": jnp.ones(3)})
+    file = tmp_path / "parameters" / "_sharding"
+    file.write_text(file.read_text().replace("SingleDevice", "SingleDeDice"))
+    with pytest.raises(ConfigError, match=r"is damaged: Conversion for SingleDeDiceSharding .*; use another"):
+        orbax_io.on_host(tmp_path, "parameters")
