@@ -5,6 +5,7 @@ records need not have. So each offset is taken from the header of its record.
 """
 
 import io
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -15,6 +16,12 @@ from jaxdist.config import ConfigError
 
 BEGIN, HEADER = b"PK\x03\x04", "<4s22x2H"  # of a record: lengths of its name, and of what else precedes its bytes
 PICKLE, ORDER, STORAGES, ENCRYPTED = "data.pkl", "byteorder", "data/", 1
+# Records of a text: what torch reads (the layout's version is 1 to 10), and whether it needs the record.
+TEXTS = {
+    ORDER: (rb"(little|big)\Z", False),
+    "version": (rb"\s*\+?0*([1-9]|10)(?!\d)", True),
+    ".storage_alignment": (rb"\s*[+-]?\d+\s*\Z", False),
+}
 MOST_BYTES = 100_000_000  # of a pickle: of half a million tensors
 
 
@@ -93,8 +100,8 @@ def storage_of(places: Mapping[str, Place], key: Any, dtype: str, itemsize: int,
 
 
 def _content(file: IO[bytes], places: dict[str, Place], name: str) -> bytes:
-    """Content of a record; b"" if it is missing. Raises ValueError for a huge one, which may be sparse."""
-    start, size = places.get(name, (0, 0))
+    """Content of a record. Raises ValueError for a huge one, which may be sparse, and KeyError without one."""
+    start, size = places[name]
     if size > MOST_BYTES:
         raise ValueError(f"its record {name} has {size:,} bytes, more than {MOST_BYTES:,}")
     file.seek(start)
@@ -110,10 +117,17 @@ def open_zip(path: Path, part: Place | None = None) -> tuple[bytes, dict[str, Pl
     with path.open("rb", buffering=0) as raw:
         file = io.BufferedReader(Part(raw, part))
         found = records(file)
-        pickle, order = (_content(file, found, name) for name in (PICKLE, ORDER))
-    if order not in (b"", b"little"):
+        contents = {name: _content(file, found, name) for name in (PICKLE, *TEXTS) if name in found}
+    for name, (pattern, needed) in TEXTS.items():
+        if name in contents and not re.match(pattern, contents[name]):
+            raise ValueError(f"its record {name} is {contents[name][:20]!r}, which torch does not read")
+        if needed and name not in contents:
+            raise ValueError(f"its record {name} is missing")
+    if contents.get(ORDER) == b"big":
         raise ConfigError(
-            f"{path}: its byteorder is {order[:20].decode(errors='replace')!r}, and 'little' alone is read; load "
-            "it by torch, and save it again on a little-endian machine"
+            f"{path}: its {ORDER} is 'big', and 'little' alone is read; load it by torch, and save it again on a "
+            "little-endian machine"
         )
-    return pickle, {name: Place(part.start + place.start, place.size) for name, place in found.items()}
+    return contents.get(PICKLE, b""), {
+        name: Place(part.start + place.start, place.size) for name, place in found.items()
+    }

@@ -33,7 +33,12 @@ class Records:
         reader: Any = Unpickler(io.BytesIO(self.pickle), encoding="utf-8")
         reader.persistent_load = partial(self._storage, self._mapped if mapped else _on_meta)
         with torch_numpy.allowed():
-            return reader.load()
+            tree = reader.load()
+        for place, storage in self.storages.items():  # on the meta device, one grows with its largest tensor
+            if storage.nbytes() > place.size:
+                name = next(name for name, record in self.places.items() if record.start == place.start)
+                raise ValueError(f"its record {name} has {place.size:,} bytes, and its tensors {storage.nbytes():,}")
+        return tree
 
     def _storage(self, allocate: Callable[[Place], UntypedStorage], identifier: Any) -> TypedStorage:
         """A pickle's entry for a storage: type, key, device, and number of elements."""
