@@ -179,7 +179,7 @@ def test_torch_ref_imports_neutral_rooms_alone() -> None:
 
 # Modules that read and write torch's own files.
 TORCH_KINDS = (
-    *("assembled", "boxes", "dcp_files", "deepspeed_folders", "torch_compat", "torch_files", "torch_leaves"),
+    *("assembled", "dcp_files", "deepspeed_folders", "torch_compat", "torch_files", "torch_leaves"),
     *("torch_numpy", "torch_own", "torch_parts", "torch_records", "torch_zip"),
 )
 TORCH_FILES = {*(f"jaxdist.convert.kinds.{name}" for name in TORCH_KINDS), "jaxdist.convert.optimizers.rules"}

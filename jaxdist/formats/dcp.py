@@ -7,6 +7,8 @@ from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.config.bounded import size_of
+from jaxdist.formats.boxes import tiled
+from jaxdist.formats.dcp_index import INDEX
 from jaxdist.formats.folders import is_trainer_folder
 from jaxdist.formats.naming import MODEL, plain
 from jaxdist.formats.refusals import loading
@@ -62,6 +64,18 @@ def _before(weights: Sequence[str], outer: str) -> str:
         if inside and all(plain(name).partition(".")[2] in inside for name in beside):
             return begun
     return outer
+
+
+def check_parts(folder: Path, name: str, entry: Any, places: Sequence[Any]) -> None:
+    """Raises ConfigError where the parts of a tensor, by its `entry` of an index, overlap or are not all of it, or one
+    has no place in a file (None in `places`): torch would leave memory there as it was."""
+    try:
+        if not tiled(tuple(entry.size), entry.chunks):
+            raise ValueError("its parts overlap or are not all of it")
+        if None in places:
+            raise ValueError(f"{INDEX} has no file of its part at {[*entry.chunks[places.index(None)].offsets]}")
+    except ValueError as error:
+        raise ConfigError(f"{folder}: tensor {name}: {error}; {COPY}") from None
 
 
 def check_part(folder: Path, name: str, found: Any) -> None:

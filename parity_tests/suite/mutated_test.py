@@ -34,6 +34,7 @@ from jaxdist.training import optim, orbax_io
 from parity_tests.suite.source_kinds_test import LLAMA, SOURCES, as_it_is
 from parity_tests.suite.sources_test import bits, read_by_jaxdist, read_by_torch_ref
 from parity_tests.validation.mutations import damaged, mutated
+from torch_ref.training.checkpoint import read as full_state
 
 SECONDS = 5.0  # CPU seconds per reading
 MEMORY = 1_000_000  # KiB by which the process may grow in total
@@ -188,6 +189,11 @@ def resumed_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(place): np.asarray(array) for place, array in leaves}
 
 
+def resumed_by_torch_ref(path: Path, model: Model) -> Any:
+    """The state as torch reads it, all of it by one process."""
+    return full_state(path)
+
+
 READERS = (read_by_jaxdist, read_by_torch_ref, trained_by_jaxdist, resumed_by_jaxdist)
 
 
@@ -289,3 +295,43 @@ def test_a_chunk_larger_than_the_memory(sources: Callable[[str], Intact]) -> Non
         file.write_bytes(content)
     assert all(isinstance(message, str) and f"{intact.path}" in message for message in messages), messages
     assert "exp_avg.embed.embedding has chunks of " in messages[1]
+
+
+def moved(index: Any, name: str) -> None:
+    (chunk,) = index.state_dict_metadata[name].chunks
+    chunk.offsets = torch.Size([1, *chunk.offsets[1:]])
+
+
+def without_parts(index: Any, name: str) -> None:
+    index.state_dict_metadata[name].chunks = []
+
+
+def without_a_file(index: Any, name: str) -> None:
+    del index.storage_data[next(place for place in index.storage_data if place.fqn == name)]
+
+
+INCOMPLETE: dict[Callable[[Any, str], None], str] = {
+    moved: "its parts overlap or are not all of it",
+    without_parts: "its parts overlap or are not all of it",
+    without_a_file: ".metadata has no file of its part at [0, 0]",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", INCOMPLETE, ids=lambda damage: damage.__name__)
+def test_an_index_without_all_of_a_tensor(damage: Callable[[Any, str], None], sources: Callable[[str], Intact]) -> None:
+    """torch alone would leave numbers of the tensor as they were in memory."""
+    intact = sources(".metadata")
+    (file,), name = intact.files, "model.embed.weight"
+    content = file.read_bytes()
+    index = pickle.loads(content)
+    damage(index, name)
+    try:
+        file.unlink()
+        file.write_bytes(pickle.dumps(index))
+        readers = (read_by_jaxdist, trained_by_jaxdist, read_by_torch_ref, resumed_by_torch_ref)
+        found = {outcome(read, intact) for read in readers}
+    finally:
+        file.write_bytes(content)
+    fix = "use another checkpoint, or a copy"
+    assert found == {f"{intact.path}: tensor {name}: {INCOMPLETE[damage]}; {fix}"}

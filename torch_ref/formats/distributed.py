@@ -4,6 +4,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -13,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from jaxdist.config import ConfigError
-from jaxdist.formats.dcp import check_part, part_prefixes
+from jaxdist.formats.dcp import check_part, check_parts, part_prefixes
 from jaxdist.formats.dcp_index import read_index
 from jaxdist.formats.leaves import Leaf, Leaves
 from torch_ref.formats.arrays import dtype_of, to_numpy
@@ -35,51 +36,74 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except DAMAGE as error:  # a CheckpointException has those of the ranks, with their tracebacks
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(first, ConfigError):
+            raise first from None
         reason = textwrap.shorten(repr(first), 200)
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads tensors alone: neither the index nor an entry is unpickled freely."""
+    """Reads complete tensors alone: neither the index nor an entry is unpickled freely. `index`: that of the folder, or
+    of some of its tensors, if it has been read before."""
+
+    def __init__(self, folder: Path, index: Metadata | None = None) -> None:
+        super().__init__(folder)
+        self.index = index
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        index: Metadata = read_index(Path(self.path))
+        folder = Path(self.path)
+        index = self.index or read_index(folder)
         entries = index.state_dict_metadata.items()
-        index.state_dict_metadata = {key: e for key, e in entries if isinstance(e, TensorStorageMetadata)}
-        return index
+        tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        for name in tensors:
+            places_of(folder, name, index)
+        return replace(index, state_dict_metadata=tensors)
 
 
-def load(path: Path, state: dict[str, Any], **options: Any) -> None:
-    """Fill `state` from the checkpoint at `path`. Raises ConfigError."""
+def places_of(folder: Path, name: str, index: Metadata) -> list[Any]:
+    """Where the parts of a tensor lie in files. Raises ConfigError where they overlap or are not all of it."""
+    entry: Any = index.state_dict_metadata[name]
+    places = [index.storage_data.get(MetadataIndex(name, chunk.offsets)) for chunk in entry.chunks]
+    check_parts(folder, name, entry, places)
+    return places
+
+
+def load(path: Path, state: dict[str, Any], index: Metadata | None = None, **options: Any) -> None:
+    """Fill `state` from the checkpoint at `path`, whose `index` may have been read before. Raises ConfigError."""
     with reading(path):
-        dcp.load(state, storage_reader=Reader(path), **options)
+        dcp.load(state, storage_reader=Reader(path, index), **options)
 
 
 def weights(folder: Path) -> Leaves:
     """The weights of a checkpoint of any program, by its names for them. Raises ConfigError."""
     index: Metadata = read_index(folder)
     entries = index.state_dict_metadata
-    parts: dict[str, list[Any]] = {}
+    files: dict[str, dict[MetadataIndex, Any]] = {}
     for place, part in index.storage_data.items():
-        parts.setdefault(place.fqn, []).append(part)
+        files.setdefault(place.fqn, {})[place] = part
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     prefixes, found = part_prefixes({name: tuple(tensors[name].size) if name in tensors else None for name in entries})
     return {
-        name.removeprefix(prefixes["model"]): _leaf(folder, name, tensors[name], parts.get(name, [])) for name in found
+        name.removeprefix(prefixes["model"]): _leaf(
+            folder, name, replace(index, state_dict_metadata={name: tensors[name]}, storage_data=files.get(name, {}))
+        )
+        for name in found
     }
 
 
-def _leaf(folder: Path, name: str, entry: TensorStorageMetadata, parts: list[Any]) -> Leaf:
-    read = partial(_read, folder, name, entry, parts)
-    return Leaf(tuple(entry.size), dtype_of(entry.properties.dtype), read)
+def _leaf(folder: Path, name: str, index: Metadata) -> Leaf:
+    """A tensor; `index`: its part of the folder's."""
+    entry: Any = index.state_dict_metadata[name]
+    return Leaf(tuple(entry.size), dtype_of(entry.properties.dtype), partial(_read, folder, name, index))
 
 
-def _read(folder: Path, name: str, entry: TensorStorageMetadata, parts: list[Any]) -> np.ndarray:
-    for part in parts:  # before torch says it in other words than jaxdist
+def _read(folder: Path, name: str, index: Metadata) -> np.ndarray:
+    entry: Any = index.state_dict_metadata[name]
+    for part in places_of(folder, name, index):  # before torch says it in other words than jaxdist
         check_part(folder, name, part)
         _check_dtype(folder, name, part, dtype_of(entry.properties.dtype))
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    read_full(folder, {name: tensor})
+    read_full(folder, {name: tensor}, index)
     return to_numpy(tensor)
 
 
@@ -97,8 +121,8 @@ def _check_dtype(folder: Path, name: str, part: Any, dtype: np.dtype) -> None:
         )
 
 
-def read_full(folder: Path, tensors: dict[str, Any]) -> None:
-    """Fill full tensors from a checkpoint, by this process alone. Raises ConfigError."""
+def read_full(folder: Path, tensors: dict[str, Any], index: Metadata | None = None) -> None:
+    """Fill full tensors from a checkpoint, as `load`, by this process alone. Raises ConfigError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is what is asked for
-        load(folder, tensors, no_dist=True)
+        load(folder, tensors, index, no_dist=True)

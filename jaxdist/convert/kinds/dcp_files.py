@@ -29,16 +29,15 @@ from jaxdist.config.bounded import read_json
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.kinds import torch_files, torch_leaves
-from jaxdist.convert.kinds.boxes import blocks, tiled
 from jaxdist.convert.kinds.torch_compat import FakeTensor, FakeTensorMode, StorageInfo, tree_map_only
-from jaxdist.convert.kinds.torch_leaves import PIECE
+from jaxdist.convert.kinds.torch_leaves import PIECE, blocks
 from jaxdist.convert.kinds.torch_parts import like, unread
 from jaxdist.convert.kinds.torch_zip import TorchFile
 from jaxdist.convert.optimizers import fused, rates, rules
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats import folders
-from jaxdist.formats.dcp import APP, FIRST, PREFIXES, STATE, no_weights, part_prefixes
+from jaxdist.formats.dcp import APP, FIRST, PREFIXES, STATE, check_parts, no_weights, part_prefixes
 from jaxdist.formats.dcp_index import EXPERIMENT, nesting, read_index
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.torch_files import GROUPS, SCHEDULER, part
@@ -75,19 +74,23 @@ class Tensors:
 
     def read(self, name: str, entry: TensorStorageMetadata) -> np.ndarray:
         """One tensor, put together from what the ranks wrote. Raises ConfigError."""
-        shape, dtype, chunks = tuple(entry.size), torch_leaves.dtype_of(entry.properties.dtype), entry.chunks
+        shape, dtype, parts = tuple(entry.size), torch_leaves.dtype_of(entry.properties.dtype), self._parts(name, entry)
         with self._reading(name):
-            if [tuple(chunk.sizes) for chunk in chunks] == [shape]:
-                return torch_leaves.leaf(*self._part(name, chunks[0], dtype)).read()
-            if not tiled(shape, chunks):
-                raise ValueError("its parts overlap or are not all of it")
+            if [tuple(chunk.sizes) for chunk, _ in parts] == [shape]:
+                return torch_leaves.leaf(*self._part(name, *parts[0], dtype)).read()
             tensor = np.empty(shape, dtype)
-            for chunk in chunks:
+            for chunk, found in parts:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-                into, (path, _, part) = tensor[tuple(place)], self._part(name, chunk, dtype)
+                into, (path, _, part) = tensor[tuple(place)], self._part(name, chunk, found, dtype)
                 for block in blocks(into.shape, into.nbytes):  # a full part would take room beside the tensor
                     into[block] = torch_leaves.leaf(path, name, part[block]).read()
             return tensor
+
+    def _parts(self, name: str, entry: TensorStorageMetadata) -> list[tuple[ChunkStorageMetadata, StorageInfo]]:
+        """Parts of a tensor, and their places in files. Raises ConfigError."""
+        places = [self.index.storage_data.get(MetadataIndex(name, chunk.offsets)) for chunk in entry.chunks]
+        check_parts(self.folder, name, entry, places)
+        return list(zip(entry.chunks, places, strict=True))
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -100,9 +103,10 @@ class Tensors:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
             raise ConfigError(f"{self.folder}: tensor {name}: {reason}; use another checkpoint, or a copy") from None
 
-    def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> tuple[Path, str, Tensor]:
+    def _part(
+        self, name: str, chunk: ChunkStorageMetadata, found: StorageInfo, dtype: np.dtype
+    ) -> tuple[Path, str, Tensor]:
         """One rank's part of a tensor, as `torch_leaves.leaf` takes it: a file of `torch.save` inside a file."""
-        found = self.index.storage_data[MetadataIndex(name, chunk.offsets)]
         if extended(found):
             raise ConfigError(f"it is written by {found.transform_descriptors}; write it without extensions")
         path, part = self._loaded(found)
@@ -152,9 +156,9 @@ class Tensors:
         entry: Any = self.index.state_dict_metadata[name]
         if [chunk.sizes for chunk in entry.chunks] != [entry.size]:
             return torch_leaves.to_torch(self._leaf(name, entry).read())
+        ((chunk, found),) = self._parts(name, entry)
         with self._reading(name):
-            self._part(name, entry.chunks[0], torch_leaves.dtype_of(entry.properties.dtype))
-            found = self.index.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
+            self._part(name, chunk, found, torch_leaves.dtype_of(entry.properties.dtype))
             return torch_files.contiguous(*self._loaded(found, mapped=True))
 
     def _say_behind(self, names: Sequence[str]) -> None:

@@ -29,7 +29,6 @@ from jaxdist.training.loss_scale import state_of
 pytestmark = pytest.mark.long
 
 torch = pytest.importorskip("torch")
-boxes = importlib.import_module("jaxdist.convert.kinds.boxes")
 dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")
 
 
@@ -50,6 +49,10 @@ def test_a_part_that_no_rank_wrote_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its parts overlap or are not all of it"):
         tensors.read(name, replace(entry, chunks=[half, beyond]))
     rest = type(chunk)(torch.Size([leaf.shape[0] // 2, 0]), half.sizes)
+    with pytest.raises(ConfigError, match=rf"\.metadata has no file of its part at \[{leaf.shape[0] // 2}, 0\]"):
+        tensors.read(name, replace(entry, chunks=[half, rest]))
+    place = dcp_files.MetadataIndex(name, rest.offsets)
+    tensors.index.storage_data[place] = tensors.index.storage_data[dcp_files.MetadataIndex(name, chunk.offsets)]
     with pytest.raises(ConfigError, match="has float32"):  # these parts cover it, but the file holds the full tensor
         tensors.read(name, replace(entry, chunks=[half, rest]))
 
@@ -59,7 +62,7 @@ def test_parts_of_ranks_take_no_memory_beside_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
     """A tensor of two ranks, split by rows or columns, is read a few rows at a time."""
-    for module in (dcp_files, boxes):
+    for module in (dcp_files, dcp_files.torch_leaves):
         monkeypatch.setattr(module, "PIECE", 2**16)
     numbers = torch.arange(2**20, dtype=torch.float32).reshape(4, 2**8, 2**10)
     halves = [half.contiguous() for half in numbers.chunk(2, cut)]

@@ -1,5 +1,6 @@
 """Tensors of torch's files as arrays: read when they are asked for, bit by bit as they are."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - names bfloat16 and float8 for numpy
@@ -70,6 +71,17 @@ def gather(into: np.ndarray, path: Path, start: int, strides: Shape) -> None:
     rows = max(1, min(PIECE // step, size // 2))  # less than all: spans of several axes may add up
     for first in range(0, size, rows):
         gather(into[(*[slice(None)] * axis, slice(first, first + rows))], path, start + first * step, strides)
+
+
+def blocks(shape: Shape, size: int) -> Iterator[tuple[slice, ...]]:
+    """Bounds of the blocks of an array of `size` bytes, each of at most about PIECE."""
+    if size <= PIECE or not shape:
+        yield ()
+    elif rows := PIECE * shape[0] // size:
+        yield from ((slice(start, start + rows),) for start in range(0, shape[0], rows))
+    else:
+        for i in range(shape[0]):
+            yield from ((slice(i, i + 1), *rest) for rest in blocks(shape[1:], size // shape[0]))
 
 
 def dtype_of(dtype: torch.dtype) -> np.dtype:

@@ -44,3 +44,14 @@ def test_interleaved_numbers_are_read_in_pieces(case: str, tmp_path: Path, monke
     found = leaf.read()
     assert np.array_equal(found, shown.numpy()) and found.dtype == np.float32 and found.flags.c_contiguous
     assert max(counts) <= (leaf.besides or leaf.bytes) and leaf.besides <= 600
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 6), (3, 2, 9), (2, 1, 3, 5)])
+@pytest.mark.parametrize("size", [1, 4, 30, 1000])
+def test_blocks_are_all_of_an_array(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], size: int) -> None:
+    monkeypatch.setattr(torch_leaves, "PIECE", size)
+    seen = np.zeros(shape, np.uint8)
+    for block in torch_leaves.blocks(shape, seen.nbytes):
+        assert seen[block].nbytes <= size
+        seen[block] += 1
+    assert (seen == 1).all()

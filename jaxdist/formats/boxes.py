@@ -1,32 +1,19 @@
-"""The boxes that an array is cut into: those that many ranks wrote, those that are read one after the other."""
+"""The boxes that an array is cut into, of which each rank wrote some."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-from jaxdist.convert.kinds.torch_leaves import PIECE
-from jaxdist.convert.mappings.atoms import Shape
+from jaxdist.formats.tables import Shape
 
 MOST_AXES = 6  # along which a tensor is split
 MOST_CORNERS = 2**21  # of all chunks of a tensor: a million of them along one axis
 
 
-def blocks(shape: Shape, size: int) -> Iterator[tuple[slice, ...]]:
-    """Bounds of the blocks of an array of `size` bytes, each of at most about PIECE."""
-    if size <= PIECE or not shape:
-        yield ()
-    elif rows := PIECE * shape[0] // size:
-        yield from ((slice(start, start + rows),) for start in range(0, shape[0], rows))
-    else:
-        for i in range(shape[0]):
-            yield from ((slice(i, i + 1), *rest) for rest in blocks(shape[1:], size // shape[0]))
-
-
-def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether each number of a tensor is in one of the chunks, and in one alone.
+def tiled(shape: Shape, chunks: Sequence[Any]) -> bool:
+    """Whether each number of a tensor is in one of the chunks, which have `offsets` and `sizes`, and in one alone.
 
     The corners of a box, with signs that alternate along each axis, are the differences of its indicator function:
     summed over chunks that tile the tensor, all cancel except the tensor's own. It takes a second for 100,000 chunks in
@@ -34,6 +21,8 @@ def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
 
     Raises ValueError for more axes or corners than any program writes.
     """
+    if any(not len(shape) == len(c.offsets) == len(c.sizes) for c in chunks):
+        return False
     ends = [[start + n for start, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
     if any(end > size for stops in ends for end, size in zip(stops, shape, strict=True)):
         return False

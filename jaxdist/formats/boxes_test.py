@@ -1,13 +1,16 @@
 """Boxes that tile an array cover each number exactly once."""
 
-import importlib
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-boxes = importlib.import_module("jaxdist.convert.kinds.boxes")
+from jaxdist.formats import boxes
+
+
+class Chunk(NamedTuple):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 def test_parts_form_a_tensor_if_each_number_is_in_exactly_one() -> None:
@@ -27,16 +30,16 @@ def test_parts_form_a_tensor_if_each_number_is_in_exactly_one() -> None:
             count[tuple(map(slice, starts[part], starts[part] + sizes[part]))] += 1
         inside = (starts[kept] + sizes[kept] <= shape).all()
         found.append(bool(inside and (count[tuple(map(slice, shape))] == 1).all()))
-        chunks = [boxes.ChunkStorageMetadata(*(torch.Size(a[part].tolist()) for a in (starts, sizes))) for part in kept]
+        chunks = [Chunk(*(tuple(a[part].tolist()) for a in (starts, sizes))) for part in kept]
         assert boxes.tiled(tuple(shape.tolist()), chunks) == found[-1], chunks
     assert 100 < sum(found) < 400
 
 
-def chunk(*bounds: tuple[int, int]) -> Any:
+def chunk(*bounds: tuple[int, int]) -> Chunk:
     """A chunk of (start, end) along each axis."""
     starts, ends = zip(*bounds, strict=True)
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
-    return boxes.ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
+    return Chunk(tuple(starts), tuple(sizes))
 
 
 def test_an_overlap_and_a_gap_of_one_volume_are_found() -> None:
@@ -60,14 +63,3 @@ def test_hostile_parts_take_little_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert boxes.tiled((3,), [chunk((i, i + 1)) for i in range(3)])
     with pytest.raises(ValueError, match="it has 4 parts that are split along 1 axes, too many to compare"):
         boxes.tiled((4,), [chunk((i, i + 1)) for i in range(4)])
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 6), (3, 2, 9), (2, 1, 3, 5)])
-@pytest.mark.parametrize("size", [1, 4, 30, 1000])
-def test_blocks_are_all_of_an_array(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], size: int) -> None:
-    monkeypatch.setattr(boxes, "PIECE", size)
-    seen = np.zeros(shape, np.uint8)
-    for block in boxes.blocks(shape, seen.nbytes):
-        assert seen[block].nbytes <= size
-        seen[block] += 1
-    assert (seen == 1).all()
