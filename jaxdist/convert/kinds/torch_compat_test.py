@@ -7,6 +7,7 @@ from jaxdist.runtime.compat_test import check_exists
 
 COMPAT = "jaxdist/convert/kinds/torch_compat.py"
 NAMES = {
+    "torch._C": ("PyTorchFileReader",),
     "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
     "torch._weights_only_unpickler": ("Unpickler",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),

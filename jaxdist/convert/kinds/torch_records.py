@@ -11,19 +11,22 @@ from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 
 from jaxdist.convert.kinds import torch_numpy
-from jaxdist.convert.kinds.torch_compat import Unpickler
+from jaxdist.convert.kinds.torch_compat import PyTorchFileReader, Unpickler
 from jaxdist.formats.torch_pickles import rehearse
-from jaxdist.formats.torch_zips import Place, open_zip, storage_of
+from jaxdist.formats.torch_zips import Part, Place, open_zip, storage_of
 
 
 class Records:
     """Records of a file, or of a part of it."""
 
     def __init__(self, path: Path, part: Place | None = None) -> None:
-        """Raises OSError, ValueError or BadZipFile, and ConfigError for numbers of another byte order."""
+        """Raises OSError, ValueError, BadZipFile or RuntimeError, and ConfigError for numbers of another byte order."""
         self.path, self.storages = path, dict[Place, UntypedStorage]()
         self.mapping: Any = None
         self.pickle, self.places = open_zip(path, part)
+        part = part or Place(0, path.stat().st_size)
+        with path.open("rb", buffering=0) as file:  # torch checks the directory and the id
+            PyTorchFileReader(io.BufferedReader(Part(file, part))).serialization_id()
 
     def tree(self, mapped: bool = False) -> Any:
         """The saved object. Its tensors are on the meta device, and `place` states their offset; or they are `mapped`

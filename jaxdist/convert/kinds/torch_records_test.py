@@ -130,11 +130,19 @@ def twice(entries: Entries) -> Entries:
     return [*entries, entries[-1]]
 
 
+def on_other_disks(file: Path) -> None:
+    """The directory at the end is said to be on disk 255 of several."""
+    content = bytearray(file.read_bytes())
+    at = content.rindex(b"PK\x06\x06") + 16
+    content[at : at + 8] = struct.pack("<2I", 2, 255)
+    file.write_bytes(content)
+
+
 def of_rezipped(change: Callable[[Entries], Entries]) -> Callable[[Path], None]:
     return lambda file: rezipped(file, change)
 
 
-TEXTS: dict[str, tuple[Callable[[Path], None], str]] = {  # that torch refuses too
+TEXTS: dict[str, tuple[Callable[[Path], None], str]] = {
     name: (of_rezipped(change), rf"a.pt: its record {message}; give a file that torch.save wrote$")
     for name, change, message in (
         ("no order", with_content("byteorder", b"\xff"), r"byteorder is b'\\xff', which torch does not read"),
@@ -149,7 +157,11 @@ TEXTS: dict[str, tuple[Callable[[Path], None], str]] = {  # that torch refuses t
         ),
     )
 }
-REFUSED: dict[str, tuple[Callable[[Path], None], str]] = TEXTS | {
+BY_TORCH: dict[str, tuple[Callable[[Path], None], str]] = TEXTS | {
+    "an id in no text": (of_rezipped(with_content(".data/serialization_id", b"\xff")), "'utf-8' codec can't decode"),
+    "on other disks": (on_other_disks, "it is damaged, .*unsupported multidisk archive"),
+}
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = BY_TORCH | {
     "missing": (of_rezipped(without("data/1")), r"its record data/1 is to have 3 torch.float32, and has none"),
     "short": (of_rezipped(with_content("data/1", b"few")), r"data/1 is to have 3 torch.float32, and has 3 bytes"),
     "big": (
@@ -171,7 +183,7 @@ def test_invalid_records(case: str, tmp_path: Path) -> None:
     change(tmp_path / "a.pt")
     with pytest.raises(ConfigError, match=message):
         torch_files.described(tmp_path / "a.pt")
-    if case in TEXTS:
+    if case in BY_TORCH:
         with pytest.raises((RuntimeError, ValueError)):
             torch.load(tmp_path / "a.pt", weights_only=True)
 
