@@ -303,11 +303,11 @@ def test_an_eps_that_float32_hides_is_reported(tmp_path: Path) -> None:
     weights = load_file(start / "model.safetensors")
     weights["model.embed_tokens.weight"] *= 20
     save_file(weights, start / "model.safetensors")
-    right = (start / "config.json").read_text(encoding="utf-8")
-    wrong = json.dumps(json.loads(right) | {"rms_norm_eps": 1e-6})
-    (start / "config.json").write_text(wrong, encoding="utf-8")
-    run = looped(config, start, tmp_path / "run")
-    (run / "start" / "config.json").write_text(right, encoding="utf-8")
+    script, loads = EXAMPLE.read_text(encoding="utf-8"), "from_pretrained(start, "
+    assert script.count(loads) == 1
+    example = tmp_path / "loop.py"
+    example.write_text(script.replace(loads, f"{loads}rms_norm_eps=1e-6, "), encoding="utf-8")
+    run = looped(config, start, tmp_path / "run", example)
     verdict = proved(run, tmp_path / "proof")
     assert verdict["verdict"] == "equivalent"
     assert "model.norm_eps (a tenth is within the noise of float32)" in verdict["not_compared"]
