@@ -156,7 +156,8 @@ def least_of_parameters(
     block forward and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm,
     head) once; or, where it does not reshard, all once a step. A replica axis adds one all-reduce of the fsdp pieces;
     of what is outside of the layers `pipeline` is one. A pipeline passes through a chunk of its blocks at a time, and
-    through embedding and head with each; GPipe's backward passes, a derivative, gather those once.
+    through embedding and head with each; GPipe's backward passes gather those again, as `not_before` ties each tick's
+    gathers to its tick.
     """
     e, row, p = experiment, strategy(experiment.parallel), passes(experiment, mesh)
     chunks = e.parallel.virtual_stages if mesh["pipeline"] > 1 else 1
@@ -180,8 +181,7 @@ def least_of_parameters(
             # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
             again = 0.0 if not spec.name.startswith(BLOCKS) else 1.0 if spec.decays else recomputed(e)
             forward = p.forward if p.through_head or stacked or not spec.name.startswith(HEAD) else 0
-            both = 1 if p.through_head and not stacked else p.both
-            gathered = part * ((1 + again) * both + forward) if row.reshards else size
+            gathered = part * ((1 + again) * p.both + forward) if row.reshards else size
             total[shards] += ring_bytes("all_gather", gathered * compute, n)
         else:
             total[shards] += ring_bytes("all_gather", size * param_itemsize, n)

@@ -370,11 +370,8 @@ def by_parameter(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapp
         times = blocks if stacked else 1
         again = (blocks if spec.decays else recomputed) if stacked and not last else 0
         again += spec.name.startswith("stages.") and spec.decays
-        both = (
-            1 if p.through_head and not stacked else p.both
-        )  # GPipe's derivative has once what is outside of its scan
         alone = p.forward if p.through_head or not spec.name.startswith(HEAD) else 0
-        gathers = both * (times + again) + alone * times if row.reshards else 1
+        gathers = p.both * (times + again) + alone * times if row.reshards else 1
         scatters = p.both * times if row.gradients else 1
         yield (
             first(mesh, spec.shard_dim.replicas if row.optimizer else spec.reduce_axes),
