@@ -20,9 +20,9 @@ pytestmark = pytest.mark.long
 
 ONE = "--mesh 1x1"
 # The parity suite compares more meshes, each with JAX.
-MESHES = ["--mesh data=2,fsdp=2 --train.accumulation 2 --memory.remat selective"]
+MESHES = ["--mesh 2x1 --strategy zero2 --train.accumulation 2"]
 SLOW = [
-    "--mesh 2x1 --strategy zero2 --train.accumulation 2",
+    "--mesh data=2,fsdp=2 --train.accumulation 2 --memory.remat selective",
     "--mesh 2x1 --strategy ddp --train.accumulation 2",
     "--mesh 2x1 --parallel.reshard_after_forward false --train.accumulation 2",
     "--mesh data=2,fsdp=2 --strategy zero1",

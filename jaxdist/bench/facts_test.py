@@ -22,12 +22,14 @@ def test_a_strategy_sends_and_holds_no_more(name: str) -> None:
     assert found.memory <= MEMORY.value
 
 
+@pytest.mark.slow
 def test_a_sum_too_many_is_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: without `enter` JAX inserts a sum for each product."""
     monkeypatch.setattr(Parallel, "enter", lambda self, x: x)
     assert row_ratios("2x4").traffic > TRAFFIC.value and met("2x4") == [False, True]
 
 
+@pytest.mark.slow
 def test_activations_that_are_kept_are_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: activations are kept instead of recomputed."""
     monkeypatch.setitem(rematerialization.POLICIES, "full", rematerialization.POLICIES["none"])

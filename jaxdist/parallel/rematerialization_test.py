@@ -169,6 +169,7 @@ def test_a_step_copies_no_weights(devices: int, remat: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.slow
 def test_kept_weights_are_caught(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rematerialization.POLICIES, "none", jax.checkpoint_policies.everything_saveable)
     assert scratch(f"{devices}x1", "none") > allowed(devices)

@@ -111,7 +111,8 @@ def kinds(state: Any) -> set[str]:
     return {array.sharding.memory_kind for array in jax.tree.leaves(state) if array.ndim}
 
 
-@pytest.mark.parametrize("offload", often([BOTH, *BOTH.split(",")], [BOTH]))
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [BOTH, *BOTH.split(",")])
 def test_it_is_on_the_host_between_steps(offload: str, batches: Any) -> None:
     p = built(PAIR | {"memory": {"offload": offload}})
     expected = [{rematerialization.HOST} if kind in offload else {"device"} for kind in ("parameters", "optimizer")]

@@ -99,6 +99,7 @@ def in_chunks(chunks: int, mesh: str) -> Program:
 
 
 @pytest.mark.parametrize("mesh", often(["1x1", "2x2", "pipeline=2,fsdp=2"], ["2x2"]))
+@pytest.mark.slow
 def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
     """Three padded chunks of a device's 80 or 160 tokens; dropping the last changes the loss."""
     batch, parameters = batches(tiny(), 1)[0], in_chunks(1, mesh).initialize().parameters

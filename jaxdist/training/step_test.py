@@ -182,7 +182,7 @@ def alone() -> Callable[..., Any]:
 
 
 # Each axis once, on the meshes with most axes.
-QUICK = ("ddp", "2x2x2", "sequence full")
+QUICK = ("ddp", "2x2x2")
 
 
 @pytest.mark.parametrize("case", often(CASES, QUICK))
@@ -352,7 +352,7 @@ def last_microbatch(accumulate: Any) -> Any:
     return wrong
 
 
-# Each on its meshes; outside of the slow grid those of `SEEN`, on their first mesh.
+# Each on its meshes; outside of the slow grid the first alone.
 MISTAKES: dict[Any, tuple[Any, str, tuple[str, ...]]] = {
     divided: (Step, "reduce", ("zero2", "ddp", "fsdp", "reduce per step")),
     one_replica: (Step, "reduce", ("hybrid", "2x2x2 zero1")),
@@ -362,10 +362,9 @@ MISTAKES: dict[Any, tuple[Any, str, tuple[str, ...]]] = {
     last_microbatch: (Step, "accumulate", ("accumulation", "2x4 zero2", "2x2x2 kept")),
 }
 PLANTED = [(mistake, case) for mistake, (_, _, cases) in MISTAKES.items() for case in cases]
-SEEN = [(mistake, MISTAKES[mistake][2][0]) for mistake in (divided, own_tokens)]
 
 
-@pytest.mark.parametrize("planted", often(PLANTED, SEEN), ids=lambda pair: f"{pair[0].__name__} {pair[1]}")
+@pytest.mark.parametrize("planted", often(PLANTED, PLANTED[:1]), ids=lambda pair: f"{pair[0].__name__} {pair[1]}")
 def test_planted_mistakes_are_caught(
     planted: tuple[Any, str], batches: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,12 +153,13 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("change", "tensor"),
         [
-            pytest.param(norm_eps, "activation/vit.layers.1.layernorm_after", marks=pytest.mark.slow),
-            pytest.param(tanh, "activation/vit.layers.0.mlp.fc2", marks=pytest.mark.slow),
-            pytest.param(unscaled, "activation/vit.layers.1.attention.o_proj", marks=pytest.mark.slow),
+            (norm_eps, "activation/vit.layers.1.layernorm_after"),
+            (tanh, "activation/vit.layers.0.mlp.fc2"),
+            (unscaled, "activation/vit.layers.1.attention.o_proj"),
             (stopped, "activation_gradient/vit.layers.0.layernorm_before"),
         ],
     )
+    @pytest.mark.slow
     def test_in_the_model(self, change: Callable[[ViT], None], tensor: str, tmp_path: Path) -> None:
         verdict, written = proved(vit(change, steps=2), tmp_path)
         assert verdict.word == "not_equivalent" and verdict.failed[0].level == "mathematics"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.conftest import often
 from jaxdist.evaluate import main as evaluate
 from jaxdist.runs.folder import read_metrics
 from parity_tests.runs.forkserver import TRAIN
@@ -17,7 +16,8 @@ pytestmark = pytest.mark.long
 DOCUMENTS = 61  # 55 to train on, 6 to validate
 
 
-@pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("side", SIDES)
 def test_a_run_counts_as_evaluate_does(side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Batches of 4, so the validation split's second is filled up; documents are padded."""
     lengths = [3 + n * n % 13 for n in range(DOCUMENTS)]

@@ -102,6 +102,7 @@ def test_an_exported_run_generates_as_the_folder_that_it_began_with(
     assert moved.keys() == before.keys() and any(not torch.equal(before[name], moved[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_a_folder_as_config_gives_its_tokenizer_to_the_export(
     folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

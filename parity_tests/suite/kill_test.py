@@ -103,4 +103,4 @@ def test_a_run_survives_being_killed_often(tmp_path: Path, side: str) -> None:
 
 @pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
 def test_a_run_survives_being_killed(tmp_path: Path, side: str) -> None:
-    survive(tmp_path, side, kills=2)
+    survive(tmp_path, side, kills=1)

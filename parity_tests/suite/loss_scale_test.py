@@ -142,6 +142,7 @@ def test_a_scale_is_that_of_grad_scaler() -> None:
         assert scaler.state_dict()["_growth_tracker"] == state.good
 
 
+@pytest.mark.slow
 def test_a_scale_changes_nothing_in_float64(config: Path, tmp_path: Path) -> None:
     """The scale is divided out first."""
     main(line(config, tmp_path / "scaled", 3))

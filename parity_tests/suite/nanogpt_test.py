@@ -38,6 +38,7 @@ def test_both_sides_train_it_alike(tmp_path: Path, capsys: pytest.CaptureFixture
     assert max(differences(ours, theirs).values()) <= 1
 
 
+@pytest.mark.slow
 def test_from_a_checkpoint_to_a_proof(tmp_path: Path) -> None:
     """ckpt.pt of a loop like nanoGPT's with its train.bin: converted, it continues as the loop did, and a proof finds
     both equivalent."""

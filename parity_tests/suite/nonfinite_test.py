@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jaxdist.config import ConfigError
-from jaxdist.conftest import slow
+from jaxdist.conftest import often, slow
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.finite import BLOCK, bad_values
 from jaxdist.formats.finite import BadValues, check_counts, nonfinite_weights_error
@@ -71,7 +71,7 @@ WHAT = (
 )
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", often(SIDES, ["torch_ref"]))
 def test_starting_weights_are_refused_and_the_advice_works(
     side: str, bad: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

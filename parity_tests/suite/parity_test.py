@@ -229,7 +229,8 @@ def dtypes_on_the_wire(runs: Runs, side: str, reduce: str) -> dict[str, set[str]
     return {op: {c["dtype"] for c in collectives if c["op"] == op} for op in ("all_gather", "reduce_scatter")}
 
 
-@pytest.mark.parametrize("side", often(SIDES, ["jaxdist"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("side", SIDES)
 def test_bf16_gradients_travel_as_the_policy_says(runs: Runs, side: str) -> None:
     """Gradients travel in the dtype of `precision.reduce`; both dtypes are run."""
     for reduce in ("float32", "bfloat16"):

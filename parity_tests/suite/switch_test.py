@@ -68,7 +68,8 @@ def test_a_run_that_switches_twice_is_the_run_that_never_did(straight: Path, tmp
     assert max(relative(ours[name], right[name]) for name in ours) < 1e-10
 
 
-@pytest.mark.parametrize("lost", ["moments", pytest.param("count", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["moments", "count"])
 def test_state_lost_on_the_way_is_found(lost: str, straight: Path, tmp_path: Path) -> None:
     content = dcp_files.read_content(straight / "checkpoints" / "4")
     nothing = {

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 
 from jaxdist import evaluate
 from jaxdist.config import ConfigError, Experiment, Model
-from jaxdist.conftest import often
 from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
@@ -110,7 +109,8 @@ def test_padding_changes_nothing(name: str, chunks: int, made: TwoRuns, tmp_path
             np.testing.assert_allclose(found[tensor], array, rtol=1e-9, atol=1e-11, err_msg=f"{side} {tensor}")
 
 
-@pytest.mark.parametrize("sides", often([("jaxdist",), SIDES], [("jaxdist",)]), ids="-".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("sides", [("jaxdist",), SIDES], ids="-".join)
 def test_new_tokens_begin_as_the_mean_and_are_trained(sides: tuple[str, ...], made: TwoRuns, tmp_path: Path) -> None:
     config, hf = made("llama")
     larger, old, found = PADDED | {"model.vocab": V + 2}, load_file(hf / SINGLE), {}

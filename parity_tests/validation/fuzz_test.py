@@ -44,7 +44,7 @@ def run(folder: Path, *arguments: str, before: str = "") -> "subprocess.Complete
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    ("examples", "files"), [(40, 120), pytest.param(34_000, 100_000, marks=pytest.mark.slow)], ids=["quick", "slow"]
+    ("examples", "files"), [(20, 60), pytest.param(34_000, 100_000, marks=pytest.mark.slow)], ids=["quick", "slow"]
 )
 def test_mutated_files(examples: int, files: int, tmp_path: Path) -> None:
     """The quick run draws the same mutations each time, the slow one new ones."""

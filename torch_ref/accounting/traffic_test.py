@@ -42,6 +42,7 @@ def test_fsdp_gathers_blocks_twice_and_the_rest_once(train: Train) -> None:
     assert sent == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_activations_cross_the_tensor_axis_in_bfloat16(train: Train) -> None:
     collectives = train("--mesh 1x2 --precision bf16").summary["collectives"]
     found = {c["dtype"]: c for c in collectives if c["axis"] == "tensor"}

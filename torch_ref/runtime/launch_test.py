@@ -45,6 +45,7 @@ def test_a_rank_that_is_stopped_ends_the_others_with_one_line() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_not_stopped_is_left_alone() -> None:
     """A rank may sleep longer than the limit for stopped ranks."""
     assert run(STOPPED.replace("signal.SIGSTOP", "0").replace("120", "4")).returncode == 0

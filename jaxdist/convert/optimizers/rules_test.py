@@ -83,6 +83,7 @@ def test_factors_of_convolutions(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_factors_of_fused_matrices_are_refused(tmp_path: Path) -> None:
     """Hugging Face's GPT-2 fuses query, key and value: column means mix all three."""
     first = written(tmp_path / "first", "orbax", content_of(MODELS["GPT2LMHeadModel"], name="adafactor"))
