@@ -212,13 +212,13 @@ def busy_always(at: Any) -> Any:
     return wrong
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "mistake"),
     [
         (pipeline, "pick", wrong_microbatch),
-        pytest.param(pipeline, "shift", sent_twice_as_far, marks=pytest.mark.slow),
-        pytest.param(Timetable, "at", busy_always, marks=pytest.mark.slow),
+        (pipeline, "shift", sent_twice_as_far),
+        (Timetable, "at", busy_always),
     ],
     ids=["microbatch", "shift", "busy"],
 )

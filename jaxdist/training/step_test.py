@@ -182,7 +182,7 @@ def alone() -> Callable[..., Any]:
 
 
 # Each axis once, on the meshes with most axes.
-QUICK = ("ddp", "2x2x2")
+QUICK = ("2x2x2",)
 
 
 @pytest.mark.parametrize("case", often(CASES, QUICK))
