@@ -1,10 +1,8 @@
 """The items of a checkpoint, as Orbax writes and reads them. Nothing else of training imports Orbax, which takes a
 quarter of a second: what needs it imports this module when it comes to that."""
 
-import gc
 import logging
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -48,21 +46,13 @@ class WithoutLateErrors:
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """Within, a save or a read that fails prints one error alone. The arrays that it abandoned are freed before
-    `sys.unraisablehook` is restored."""
+    """Within, a save or a read that fails prints one error alone. An error leaves the hook in place: arrays that it
+    abandoned are freed with it, once it has been reported."""
     before = sys.unraisablehook
-    sys.unraisablehook = WithoutLateErrors(before)
-    try:
-        yield
-    except BaseException as error:
-        met: BaseException | None = error
-        while met:
-            traceback.clear_frames(met.__traceback__)
-            met = met.__cause__ or met.__context__
-        gc.collect()
-        raise
-    finally:
-        sys.unraisablehook = before
+    if not isinstance(before, WithoutLateErrors):
+        sys.unraisablehook = WithoutLateErrors(before)
+    yield
+    sys.unraisablehook = before
 
 
 @contextmanager
