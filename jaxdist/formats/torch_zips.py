@@ -16,11 +16,13 @@ from jaxdist.config import ConfigError
 
 BEGIN, HEADER = b"PK\x03\x04", "<4s22x2H"  # of a record: lengths of its name, and of what else precedes its bytes
 PICKLE, ORDER, STORAGES, ENCRYPTED = "data.pkl", "byteorder", "data/", 1
-# Records of a text: what torch reads (the layout's version is 1 to 10), and whether it needs the record.
+VERSIONS = ("version", ".data/version")  # records of the layout's version, one of which torch needs: 1 to 10
+VERSION = rb"\s*\+?0*([1-9]|10)(?!\d)"
+# Records of a text -> what torch reads.
 TEXTS = {
-    ORDER: (rb"(little|big)\Z", False),
-    "version": (rb"\s*\+?0*([1-9]|10)(?!\d)", True),
-    ".storage_alignment": (rb"\s*[+-]?\d+\s*\Z", False),
+    ORDER: rb"(little|big)\Z",
+    **dict.fromkeys(VERSIONS, VERSION),
+    ".storage_alignment": rb"\s*[+-]?\d+\s*\Z",
 }
 MOST_BYTES = 100_000_000  # of a pickle: of half a million tensors
 
@@ -118,11 +120,11 @@ def open_zip(path: Path, part: Place | None = None) -> tuple[bytes, dict[str, Pl
         file = io.BufferedReader(Part(raw, part))
         found = records(file)
         contents = {name: _content(file, found, name) for name in (PICKLE, *TEXTS) if name in found}
-    for name, (pattern, needed) in TEXTS.items():
+    for name, pattern in TEXTS.items():
         if name in contents and not re.match(pattern, contents[name]):
             raise ValueError(f"its record {name} is {contents[name][:20]!r}, which torch does not read")
-        if needed and name not in contents:
-            raise ValueError(f"its record {name} is missing")
+    if contents.keys().isdisjoint(VERSIONS):
+        raise ValueError("its record version is missing")
     if contents.get(ORDER) == b"big":
         raise ConfigError(
             f"{path}: its {ORDER} is 'big', and 'little' alone is read; load it by torch, and save it again on a "

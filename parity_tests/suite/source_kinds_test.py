@@ -386,6 +386,7 @@ def scripted(folder: Path) -> Path:
     with ZipFile(folder / "a.pt", "w", ZIP_STORED) as file:
         file.writestr("a/data.pkl", pickle.dumps(Path("x"), 2))
         file.writestr("a/code/__torch__.py", "")
+        file.writestr("a/version", "3\n")
     return folder / "a.pt"
 
 
