@@ -30,7 +30,7 @@ from jaxdist.config.registry import FAMILIES, default_family
 from jaxdist.config.section import LISTED, Count, CountOrZero, NotNegative, Section, Seed
 from jaxdist.config.strategies import STRATEGIES
 
-MOST_PROBLEMS = 5
+MOST_PROBLEMS = 20
 
 
 class Train(Section):

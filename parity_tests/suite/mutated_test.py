@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from jaxdist.config import ConfigError, Model
+from jaxdist.config.experiment import MOST_PROBLEMS
 from jaxdist.convert.entries import param_specs_of
 from jaxdist.convert.kinds import deepspeed_folders_test as deepspeed
 from jaxdist.convert.kinds import deepspeed_universal_test as universal
@@ -216,7 +217,8 @@ def check(case: Case, intact: Intact, seed: str) -> bool:
     refusals = [now for now, _ in readers if isinstance(now, str)]
     for message in refusals:
         assert any(path.name in message for path in (intact.path, *intact.files)), (seed, message)
-        assert len(message) < 2000, (seed, message)
+        lines = message.splitlines()
+        assert len(lines) <= MOST_PROBLEMS + 1 and max(map(len, lines)) < 600, (seed, message)
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys() == intact.found[0].keys(), seed
         assert all(bits(ours[name]) == bits(theirs[name]) for name in ours), seed
