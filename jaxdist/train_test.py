@@ -136,6 +136,7 @@ def test_another_step_is_found(straight: Path, tmp_path: Path) -> None:
         assert_same(straight, copy)
 
 
+@pytest.mark.slow
 def test_resume_on_another_mesh(tmp_path: Path) -> None:
     """Changing mesh and strategy half-way causes rounding alone in float64."""
     one, two = tmp_path / "one", tmp_path / "two"

@@ -18,7 +18,6 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError, Experiment, read_record, write_record
-from jaxdist.conftest import slow
 from jaxdist.convert.kinds.hf import write_hf
 from jaxdist.families import models
 from jaxdist.runs.folder import RunFolder
@@ -49,7 +48,10 @@ def failed(a: Run, b: Run) -> list[str]:
     return [check.name for check in levels.agreement("mathematics", "", a, b, noise) if not check.holds]
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("llama", "one"), *slow([("llama", "fsdp"), ("gpt2", "ddp")])])
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [("llama", "one"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", "fsdp"), ("gpt2", "ddp")))],
+)
 def test_transformers_trains_the_same(runs: Runs, model: str, mesh: str) -> None:
     """Qwen3 (with a window and Llama 3's rotation) and GPT-2 in float64 agree as closely as our twin."""
     ours = runs(JAX, model, ONE | RECORD)

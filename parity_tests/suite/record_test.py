@@ -76,6 +76,7 @@ class FinishedProof(Proof):
         return run
 
 
+@pytest.mark.slow
 def test_a_proof_says_where_its_runs_part(runs: Runs, experiments: dict[str, Path], tmp_path: Path) -> None:
     def proof(wrong: dict[str, Any]) -> FinishedProof:
         made = FinishedProof(
