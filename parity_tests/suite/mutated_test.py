@@ -218,7 +218,7 @@ def check(case: Case, intact: Intact, seed: str) -> bool:
     for message in refusals:
         assert any(path.name in message for path in (intact.path, *intact.files)), (seed, message)
         lines = message.splitlines()
-        assert len(lines) <= MOST_PROBLEMS + 1 and max(map(len, lines)) < 600, (seed, message)
+        assert len(lines) <= MOST_PROBLEMS + 1 and max(map(len, lines)) < 1200, (seed, message)
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys() == intact.found[0].keys(), seed
         assert all(bits(ours[name]) == bits(theirs[name]) for name in ours), seed
