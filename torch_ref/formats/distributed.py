@@ -43,18 +43,20 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads complete tensors alone: neither the index nor an entry is unpickled freely. `index`: that of the folder, or
-    of some of its tensors, if it has been read before."""
+    """Reads complete tensors alone: neither the index nor an entry is unpickled freely. `index`: that of some tensors,
+    if it has been read, and their parts checked, before."""
 
     def __init__(self, folder: Path, index: Metadata | None = None) -> None:
         super().__init__(folder)
         self.index = index
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        if self.index:
+            return self.index
         folder = Path(self.path)
-        index = self.index or read_index(folder)
+        index: Metadata = read_index(folder)
         entries = index.state_dict_metadata.items()
-        tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        tensors: dict[str, Any] = {name: e for name, e in entries if isinstance(e, TensorStorageMetadata)}
         for name in tensors:
             places_of(folder, name, index)
         return replace(index, state_dict_metadata=tensors)
@@ -69,7 +71,7 @@ def places_of(folder: Path, name: str, index: Metadata) -> list[Any]:
 
 
 def load(path: Path, state: dict[str, Any], index: Metadata | None = None, **options: Any) -> None:
-    """Fill `state` from the checkpoint at `path`, whose `index` may have been read before. Raises ConfigError."""
+    """Fill `state` from the checkpoint at `path`, by the `index` of a Reader. Raises ConfigError."""
     with reading(path):
         dcp.load(state, storage_reader=Reader(path, index), **options)
 
