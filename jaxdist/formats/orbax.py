@@ -24,9 +24,8 @@ if TYPE_CHECKING:  # else imported when a checkpoint is read
     import tensorstore as ts
 
 OF_DAMAGE = (
-    *(OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError),
-    NotImplementedError,
-)
+    OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError, NotImplementedError,
+)  # fmt: skip
 CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each, in a conversion
 PARAMETERS, INDEX, KEY_OF_DICT = "parameters", "_METADATA", 2
 NAMING = "torch_ref"  # of the tensors: a layer each, as torch lays them out

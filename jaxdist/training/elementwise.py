@@ -50,11 +50,8 @@ def is_elementwise(o: Optimizer) -> bool:
 def updates(o: Optimizer, weights: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
     """The updates of one parameter by these gradients, one after the other [updates, *shape]."""
     spec = ParamSpec("layers.mlp.up_proj.kernel", weights.shape, AXES, 0.0, 1.0)
-    transform, parameters, found = (
-        rule(o, {spec.name: spec}),
-        {spec.name: jnp.asarray(weights)},
-        list[np.ndarray](),
-    )
+    parameters, found = {spec.name: jnp.asarray(weights)}, list[np.ndarray]()
+    transform = rule(o, {spec.name: spec})
     state = transform.init(parameters)
     for g in gradients:
         update, state = transform.update({spec.name: jnp.asarray(g)}, state, parameters, rate=o.learning_rate)
