@@ -68,7 +68,8 @@ def open_stream(data: Data, vocab: int) -> Stream:
     of up to 65,536, four above, and eight per document.
 
     Packed, an encoded document is followed by the tokenizer's end-of-text token (see `encoding.end_of`), by a newline
-    under "bytes"; mapped files are joined without a separator. Padded, nothing is added. Empty texts are dropped.
+    under "bytes"; mapped files are joined without a separator. Padded, nothing is added. Empty texts are dropped, and
+    long ones are encoded in pieces (see `documents.LINE_START`).
     """
     library = data.path == ""
     root = Path(sysconfig.get_path("stdlib")) if library else Path(data.path)

@@ -25,7 +25,8 @@ a strategy shards over fsdp it shards over expert and context too; experts are s
 A weight replicated over tensor, which each device uses for its own heads or, under sequence parallelism, times,
 has its gradient all-reduced over tensor, 2w(n-1)/n: JAX does so by its type.
 
-No verb asks whether an axis has size 1.
+No verb asks whether an axis has size 1: a collective over one device costs a copy at most, and one path is one to
+test.
 """
 
 from collections.abc import Callable

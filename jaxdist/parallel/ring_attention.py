@@ -2,9 +2,9 @@
 
 Device i of n has the chunks i and 2n-1-i of 2n chunks of times ("zig-zag"). So every step costs each device
 the same, without a branch: its late queries see all early keys of another device, and exactly one of the pairs early
-with early and late with late. Keys and values travel n-1 times forward; backward they do so again, beside their
-gradients, which travel n times, the last time home. Only the result and the logarithm of the softmax' sum are kept for
-the backward pass.
+with early and late with late: the one whose queries are later in time. Keys and values travel n-1 times forward;
+backward they do so again, beside their gradients, which travel n times, the last time home. Only the result and
+the logarithm of the softmax' sum are kept for the backward pass.
 
 Bytes that a device sends, x those of keys and values of all times: x(n-1)/n forward, x(2n-1)/n backward.
 

@@ -30,10 +30,11 @@ SUM = 16  # bytes of XXH3's checksum, with which a file begins
 
 @contextmanager
 def keep_compiled() -> Iterator[None]:
-    """Context manager of a command: keep the programs that are compiled within, and load kept ones.
+    """Context manager of a command: keep the programs that are compiled within, and load kept ones; afterwards JAX's
+    settings are as before.
 
     Without effect where the user has chosen otherwise, where no folder can be made, and for one of several processes:
-    JAX has the first alone write, which would wait in a collective while the others compile.
+    JAX has the first alone write, which would load, and wait in a collective while the others compile.
     """
     chosen, folder = jax.config.jax_compilation_cache_dir, user_folder()  # type: ignore[attr-defined]
     if chosen is not None or world().size > 1 or folder is None:

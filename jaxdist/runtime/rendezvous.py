@@ -1,8 +1,9 @@
 """Rendezvous of processes before they join `jax.distributed`: one line reports which are missing, and which have ended.
 
-`jax.distributed` does not name a process that is missing, and notices one that died after a minute. So all connect to
-the coordinator's port first, and keep that connection: the kernel closes it when a process ends. A process that is
-stopped (SIGSTOP), or whose machine is gone, keeps it open: its signs of life are missing.
+`jax.distributed` ends a process that waits in vain with a stack trace, and does not name the missing one. It notices a
+process that died after a minute, in which the others wait within a step and answer no signal. So all connect to the
+coordinator's port first, and keep that connection: the kernel closes it when a process ends, however it ends. A process
+that is stopped (SIGSTOP), or whose machine is gone, keeps it open, and is noticed by its missing signs of life.
 """
 
 import json

@@ -1,6 +1,7 @@
 """Options of XLA's compiler, and what is changed in programs for CPUs before they are compiled.
 
-Options of communication (DDP's buckets, overlap with computation) take effect on GPUs.
+Options of communication (DDP's buckets, overlap with computation) take effect on GPUs; the compilers of CPUs and TPUs
+ignore them, or do not have them.
 
 On CPUs each collective of a program gets a number of its own. JAX numbers all of them 1, and the devices of a process
 find each other by this number and the kind of collective. XLA starts collectives in one order on all devices, but

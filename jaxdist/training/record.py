@@ -6,7 +6,9 @@ and what they `tap` is noted, and a probe of zeros is added to it, whose gradien
 pass each stage of a pipeline has the layers of all.
 
 Outputs of modules are noted by the modules of a copy of the model, each an instance of a subclass of its class: neither
-the model nor its classes change.
+the model nor its classes change. A tap at each module's end would be a line in every module of a family, and plugins'
+modules without one would be missing in records. flax's `nnx.capture(method_outputs=...)` rewrites the classes' methods
+for all models of the process, and adds no probes.
 """
 
 from collections import Counter

@@ -10,7 +10,7 @@ As the end of a script `.main()` takes the folder from the command line, and end
 
 Both sides start from JAX's weights, carried over by the mapping, and train on the batches: in float64, where they must
 agree to rounding, and in float32, where they may differ by what float32 costs them. Each leaves a run folder; only the
-files are compared.
+files are compared. Steps are taken by `optimizer`, or by the user's own step.
 """
 
 import json
@@ -90,7 +90,7 @@ class Port:
 
     With `jax_step` and `torch_step`, the user's own, `optimizer` is not used, and the losses, if given, serve to see
     gradients and activations. With `sharded`, a model in jaxdist's own sharding, which is its own `jax_loss`, what one
-    device does is compared with its mesh as well. Raises ConfigError in `prove`.
+    device does is compared with its mesh as well. Parts that do not fit together raise ConfigError in `prove`.
     """
 
     jax_parameters: Any

@@ -35,9 +35,9 @@ COUNTED = (
 )
 DELICATE = "float32 at least, whatever the policy: less loses accuracy that the noise of bfloat16 hides"
 # The effect of a policy on a loss drifts from step to step, on either side by chance. In 312 pairs of equal runs in
-# each precision (8 steps; 39 seeds, 2 families, 4 meshes) ratios of the mean squares fit F with 3 to 4 degrees of
-# freedom on either side in float32 and 5 in bfloat16; the largest was 12.6, as a ratio of roots. F(3, 3) exceeds this,
-# either way, once in 10,000 times.
+# each precision (8 steps; 39 seeds, 2 families, 4 meshes; pairs of one seed are much alike) ratios of the mean squares
+# fit F with 3 to 4 degrees of freedom on either side in float32 and 5 in bfloat16; the largest was 12.6, as a ratio of
+# roots. F(3, 3) exceeds this, either way, once in 10,000 times.
 DRIFT = 32.0
 # Largest ratio of the sides' losses in first gradients and weights. Chosen: those pairs reached 1.8 in bfloat16 and 15
 # in float32, where planted mistakes begin at 19 and 1,400. Later gradients, and moments, their means, are drift in any

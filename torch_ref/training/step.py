@@ -55,8 +55,9 @@ def train_step(program: Program, state: TrainState, batch: Rows, step: int, watc
     `watch` is called when every `.grad` is the complete `gradient`, and when `clipped`.
 
     The loss is the sum of cross-entropy over the global batch divided by its number of valid tokens, known
-    before the first microbatch: uneven microbatches and ranks weigh as their tokens do. A model's auxiliary
-    loss is averaged over microbatches, and is not part of the reported loss.
+    before the first microbatch: uneven microbatches and ranks weigh as their tokens do. A mean per rank,
+    averaged over ranks, would be another loss (pytorch/torchtitan#1842). A model's auxiliary loss is averaged over
+    microbatches, and is not part of the reported loss.
     """
     experiment, mesh, (model, optimizer) = program.experiment, program.mesh, state
     model.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
 """A key mapping from names and shapes alone, to be looked at and edited.
 
 Names that differ in one number are folded into one (`layers.{layer}.mlp`), so that a row stands for all layers. Pairs
-of equal shapes are scored by the words that the names share, rare words for more, and assigned by the largest sum of
+whose shapes fit are scored by the words that the names share, rare words for more, and assigned by the largest sum of
 scores. Names left over are tried again name by name, and then as arrays that the other side keeps in pieces.
 """
 
